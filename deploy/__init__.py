@@ -1,0 +1,1 @@
+"""Composition: configuration, launchers and the command line."""

@@ -1,0 +1,1 @@
+"""The stagespec command, one file a subcommand."""

@@ -1,0 +1,1 @@
+"""Generated from the protos in this folder by `python -m deploy.protos`."""

@@ -1,0 +1,1 @@
+"""The stages: one package each, and what they share."""

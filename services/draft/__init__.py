@@ -1,0 +1,1 @@
+"""The stage-1 drafter: a small causal language model."""

@@ -1,0 +1,1 @@
+"""The stage-2 drafter: n-grams, without torch."""
