@@ -96,8 +96,8 @@ class Session(Protocol):
 
 
 SessionT = TypeVar("SessionT", bound=Session)
-TaskT = TypeVar("TaskT", ProposeTask, VerifyTask)
-AnswerT = TypeVar("AnswerT", Proposal, Verdict)
+TaskT = TypeVar("TaskT")
+AnswerT = TypeVar("AnswerT")
 
 
 @dataclass(slots=True, eq=False)
@@ -106,14 +106,32 @@ class Job(Generic[SessionT, TaskT, AnswerT]):
 
     The engine adds the seconds it spends to `seconds`, under "sync", "forward", "grow" and "accept", and ends
     the job by setting `answer` or `error`. A job with neither gets another turn.
+
+    Attributes:
+        session: Whose request it is.
+        task: What is asked.
+        base_length: Context length to truncate to before the task.
+        token_ids: Tokens to append then.
+        answer: Set by the engine when it is through.
+        error: Set instead when it failed.
+        seconds: Time spent, by part.
+        arrived: When the request came in.
+        begun: Whether the context is up to date.
     """
 
     session: SessionT
     task: TaskT
+    base_length: int = 0
+    token_ids: Sequence[int] = ()
     answer: AnswerT | None = None
     error: Exception | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     arrived: float = field(default_factory=time.perf_counter)
+    begun: bool = False
+
+    def spend(self, part: str, seconds: float) -> None:
+        """Books time under a part."""
+        self.seconds[part] = self.seconds.get(part, 0.0) + seconds
 
     @property
     def done(self) -> bool:

@@ -1,0 +1,218 @@
+"""The draft model: scores the hint in one pass, then grows the tree from what it knows.
+
+Each answer costs one pass at most, over the uncached context tokens and the nodes it has not seen. It is a
+drafter like any other: nothing it answers can change a token.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.causal_lm.load import LoadedModel, load
+from services.causal_lm.packed import Output, Segment, forward
+from services.causal_lm.rows import Rows
+from services.causal_lm.turn import Need, share_pass
+from services.draft.candidates import Candidates, Place, rank
+from services.draft.growth import grow
+from services.draft.settings import DraftSettings
+from services.engine import Job, Proposal, ProposeTask
+from services.sampling import History
+from stagespec.tree import EMPTY_DRAFT, ROOT, DraftTree
+from stagespec.v1 import stage_pb2
+from stagespec.vocabulary import Vocabulary
+
+MAX_PASS_ROWS = 1024
+
+
+class DraftSession:
+    """One request: its context, the rows computed for it, and the candidates known after them."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.context: list[int] = []
+        self.rows = rows
+        self.known: dict[int, Candidates] = {}  # by row
+        self.num_rows = 0  # computed for the present job
+        self.num_passes = 0
+
+    def apply(self, base_length: int, token_ids: Sequence[int]) -> None:
+        """See `services.engine.Session`."""
+        self.context[base_length:] = token_ids
+        move = self.rows.follow(self.context)
+        if move is not None:
+            # Noise and penalties belong to a path, and so do candidates: only the path's end is still of use.
+            end = move.sources[-1] if move.sources else move.unmoved - 1
+            candidates = self.known.get(end)
+            self.known = {} if candidates is None else {self.rows.path_length - 1: candidates}
+        last = len(self.context) - 1
+        if self.rows.path_length > last and last not in self.known:
+            self.rows.truncate(last)
+            self.known.clear()
+        self.num_rows = self.num_passes = 0
+
+    def close(self) -> None:
+        """See `services.engine.Session`."""
+        self.context = []
+        self.known = {}
+        self.rows.truncate(0)
+
+    def row_of(self, path: Sequence[int]) -> int | None:
+        """The row at the end of a path of drafted tokens, if it is there."""
+        row: int | None = len(self.context) - 1
+        for token_id in path:
+            assert row is not None
+            row = self.rows.find(row, token_id)
+            if row is None:
+                return None
+        return row
+
+    def candidates_after(self, path: tuple[int, ...]) -> Candidates | None:
+        """What is known to follow a path of drafted tokens."""
+        row = self.row_of(path)
+        return None if row is None else self.known.get(row)
+
+
+DraftJob = Job[DraftSession, ProposeTask, Proposal]
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What one job runs in a pass: context tokens, and unseen nodes of the hint if they end the prefill."""
+
+    job: DraftJob
+    segment: Segment
+    num_context: int
+    nodes: Sequence[int]  # the hint's nodes that get rows
+
+
+class DraftEngine:
+    """Runs a draft model."""
+
+    def __init__(self, settings: DraftSettings) -> None:
+        """Loads the model.
+
+        Raises:
+            UnservableModelError: It cannot be served; the text says why.
+        """
+        self._settings = settings
+        self._loaded: LoadedModel = load(settings)
+        self._info = stage_pb2.StageInfo()
+        self._info.CopyFrom(self._loaded.info)
+        self._info.kind = stage_pb2.STAGE_KIND_DRAFTER
+        self._info.implementation = "draft"
+
+    @property
+    def info(self) -> stage_pb2.StageInfo:
+        """See `services.engine.Engine`."""
+        return self._info
+
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        """See `services.engine.Engine`."""
+        return self._loaded.vocabulary
+
+    def new_session(self) -> DraftSession:
+        """See `services.engine.Engine`."""
+        return DraftSession(self._loaded.new_rows())
+
+    def run(self, jobs: Sequence[DraftJob]) -> None:
+        """See `services.engine.Engine`."""
+        unseen = [self._unseen(job) for job in jobs]
+        needs = [
+            Need(len(job.context) - job.rows.path_length, len(nodes), arrived)
+            for job, nodes, arrived in ((j.session, n, j.arrived) for j, n in zip(jobs, unseen, strict=True))
+        ]
+        ready = [i for i, need in enumerate(needs) if not need.num_context and not need.num_nodes]
+        for index in ready:
+            self._answer(jobs[index])
+        waiting = [i for i in range(len(jobs)) if i not in ready]
+        if not waiting:
+            return
+        shares = share_pass(
+            [needs[i] for i in waiting], max_rows=MAX_PASS_ROWS, chunk=self._settings.prefill_chunk
+        )
+        turns = [_lay_out(jobs[waiting[at]], unseen[waiting[at]], num) for at, num in shares]
+        begin = time.perf_counter()
+        outputs = forward(self._loaded.model, [turn.segment for turn in turns])
+        spent = time.perf_counter() - begin
+        for turn, output in zip(turns, outputs, strict=True):
+            turn.job.spend("forward", spent)
+            session = turn.job.session
+            session.num_rows += turn.segment.num_new
+            session.num_passes += 1
+            if session.rows.path_length == len(session.context):
+                self._learn(turn, output)
+                self._answer(turn.job)
+
+    def _unseen(self, job: DraftJob) -> list[int]:
+        """The hint's nodes that have no row yet, as far as the context limit lets them have one."""
+        session, hint = job.session, job.task.hint
+        if not session.context:
+            return []
+        room = self._info.max_context_length - len(session.context)
+        depths = hint.depths
+        complete = session.rows.path_length == len(session.context)
+        return [
+            node
+            for node in range(len(hint))
+            if depths[node] < room and not (complete and session.row_of(_tokens(hint, node)) is not None)
+        ][: self._info.max_nodes]
+
+    def _learn(self, turn: _Turn, output: Output) -> None:
+        """Keeps the candidates after the context's end and after each node that ran."""
+        begin = time.perf_counter()
+        job, session = turn.job, turn.job.session
+        hint, guesses = job.task.hint, job.task.hint.children()
+        nodes = [ROOT, *turn.nodes] if turn.num_context else list(turn.nodes)
+        places = []
+        for node in nodes:
+            path = _tokens(hint, node)
+            places.append(Place(path, len(session.context) + len(path), tuple(guesses.get(node, {}))))
+        logits = output.logits[:, : self._info.vocabulary_size]
+        history = History(job.task.sampling, session.context)
+        found = rank(logits, places, job.task.sampling, history, self._settings.num_candidates)
+        for place, candidates in zip(places, found, strict=True):
+            row = session.row_of(place.path)
+            assert row is not None
+            session.known[row] = candidates
+        job.spend("grow", time.perf_counter() - begin)
+
+    def _answer(self, job: DraftJob) -> None:
+        """Grows the tree from what is known."""
+        begin = time.perf_counter()
+        session, task = job.session, job.task
+        if session.context:
+            growth = grow(session.candidates_after, task.hint, task.budget, task.drafter_index)
+            draft, gain = growth.draft, growth.next_round_gain
+        else:
+            draft, gain = EMPTY_DRAFT, 0.0
+        job.answer = Proposal(draft, gain, session.num_passes, session.num_rows)
+        job.spend("grow", time.perf_counter() - begin)
+
+
+def _lay_out(job: DraftJob, unseen: Sequence[int], num_context: int) -> _Turn:
+    """Adds the rows of some context tokens and, at the end of the context, of the unseen nodes."""
+    session = job.session
+    rows, context, hint = session.rows, session.context, job.task.hint
+    first = rows.path_length
+    if num_context:
+        rows.truncate(first)
+        for token_id in context[first : first + num_context]:
+            rows.add(len(rows) - 1, token_id)
+        rows.grow_path(first + num_context)
+    if rows.path_length < len(context):
+        return _Turn(job, Segment(rows, num_context, []), num_context, [])
+    ran = []
+    for node in unseen:
+        path = _tokens(hint, node)
+        parent = session.row_of(path[:-1])
+        assert parent is not None, "parents come before children"
+        rows.add(parent, path[-1])
+        ran.append(node)
+    num_new = num_context + len(ran)
+    wanted = range(num_context - 1 if num_context else 0, num_new)
+    return _Turn(job, Segment(rows, num_new, wanted), num_context, ran)
+
+
+def _tokens(hint: DraftTree, node: int) -> tuple[int, ...]:
+    """Tokens from the root's child down to a node; none for `ROOT`."""
+    return () if node == ROOT else tuple(hint.token_ids[n] for n in hint.path(node))

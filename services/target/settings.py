@@ -1,0 +1,23 @@
+"""What the target stage can be told."""
+
+from dataclasses import dataclass
+
+from services.causal_lm.settings import ModelSettings
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSettings(ModelSettings):
+    """How the target is loaded and served.
+
+    Attributes:
+        max_batch_rows: Most rows in one pass, all sessions together. Sessions that decode always fit; long
+            prefills share what is left.
+    """
+
+    max_batch_rows: int = 1024
+
+    def __post_init__(self) -> None:
+        # The zero-argument form does not work in a dataclass with slots.
+        super(TargetSettings, self).__post_init__()
+        if self.max_batch_rows < 1:
+            raise ValueError(f"max_batch_rows is {self.max_batch_rows} and must be at least 1")
