@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 DTYPES = ("float32", "bfloat16", "float16")
+MIN_CONTEXT_LENGTH = 16
+"""The load check needs this much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +36,14 @@ class ModelSettings:
             raise ValueError("model is empty: name a folder or a hub id")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r} and must be one of {', '.join(DTYPES)}")
-        limits = {
-            "num_threads": self.num_threads,
-            "max_sessions": self.max_sessions,
-            "max_context_length": self.max_context_length,
-            "max_nodes": self.max_nodes,
-            "prefill_chunk": self.prefill_chunk,
+        least = {
+            "num_threads": 1,
+            "max_sessions": 1,
+            "max_context_length": MIN_CONTEXT_LENGTH,
+            "max_nodes": 1,
+            "prefill_chunk": 1,
         }
-        for name, value in limits.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value} and must be at least 1")
+        for name, limit in least.items():
+            value: int | None = getattr(self, name)
+            if value is not None and value < limit:
+                raise ValueError(f"{name} is {value} and must be at least {limit}")
