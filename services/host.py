@@ -75,9 +75,14 @@ class StageServer:
         )
         try:
             port = server.add_insecure_port(address)
-        except RuntimeError as error:
+        except RuntimeError:
+            port = 0
+        if port == 0:
+            # Raised out here, since grpc cannot clean up a server that a traceback keeps alive.
             self._sessions.stop()
-            raise OSError(f"stage {self._name} cannot listen on {address}: is it in use?") from error
+            await server.stop(0.0)
+            del server
+            raise OSError(f"stage {self._name} cannot listen on {address}: is it in use?")
         await server.start()
         self._server = server
         for name in ("", service, stage_service):

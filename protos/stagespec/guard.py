@@ -7,7 +7,7 @@ internals in its text.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -26,7 +26,8 @@ _INTERNAL = RpcError(
 )
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Handler = grpc.RpcMethodHandler[Any, Any]
+if TYPE_CHECKING:  # a generic in its stubs only
+    Handler = grpc.RpcMethodHandler[Any, Any]
 
 
 class GuardInterceptor(grpc.aio.ServerInterceptor):
@@ -34,9 +35,9 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
+    ) -> "Handler | None":
         """Wraps the method's handler; unknown methods pass through to gRPC's own answer."""
         handler: Any = await continuation(handler_call_details)
         if handler is None:
