@@ -12,7 +12,7 @@ from services.causal_lm.load import LoadedModel, load
 from services.causal_lm.packed import Output, Segment, forward
 from services.causal_lm.rows import Rows
 from services.causal_lm.turn import Need, share_pass
-from services.draft.candidates import Candidates, Place, rank
+from services.draft.candidates import INITIAL_TRUST, Candidates, Place, rank, update_trust
 from services.draft.growth import grow
 from services.draft.settings import DraftSettings
 from services.engine import Job, Proposal, ProposeTask
@@ -31,11 +31,14 @@ class DraftSession:
         self.context: list[int] = []
         self.rows = rows
         self.known: dict[int, Candidates] = {}  # by row
+        self.trust = INITIAL_TRUST  # in the hint's guesses, against the draft's own
         self.num_rows = 0  # computed for the present job
         self.num_passes = 0
 
     def apply(self, base_length: int, token_ids: Sequence[int]) -> None:
         """See `services.engine.Session`."""
+        if base_length == len(self.context):
+            self._compare(token_ids)
         self.context[base_length:] = token_ids
         move = self.rows.follow(self.context)
         if move is not None:
@@ -48,6 +51,16 @@ class DraftSession:
             self.rows.truncate(last)
             self.known.clear()
         self.num_rows = self.num_passes = 0
+
+    def _compare(self, token_ids: Sequence[int]) -> None:
+        """Learns from committed tokens who expected them."""
+        row: int | None = len(self.context) - 1
+        for token_id in token_ids:
+            candidates = None if row is None else self.known.get(row)
+            if row is None or candidates is None:
+                return
+            self.trust = update_trust(self.trust, candidates, token_id)
+            row = self.rows.find(row, token_id)
 
     def close(self) -> None:
         """See `services.engine.Session`."""
@@ -161,15 +174,17 @@ class DraftEngine:
         """Keeps the candidates after the context's end and after each node that ran."""
         begin = time.perf_counter()
         job, session = turn.job, turn.job.session
-        hint, guesses = job.task.hint, job.task.hint.children()
+        hint, children = job.task.hint, job.task.hint.children()
         nodes = [ROOT, *turn.nodes] if turn.num_context else list(turn.nodes)
         places = []
         for node in nodes:
             path = _tokens(hint, node)
-            places.append(Place(path, len(session.context) + len(path), tuple(guesses.get(node, {}))))
+            guesses = {t: hint.log_probs[child] for t, child in children.get(node, {}).items()}
+            places.append(Place(path, len(session.context) + len(path), guesses))
         logits = output.logits[:, : self._info.vocabulary_size]
         history = History(job.task.sampling, session.context)
-        found = rank(logits, places, job.task.sampling, history, self._settings.num_candidates)
+        count = self._settings.num_candidates
+        found = rank(logits, places, job.task.sampling, history, session.trust, count)
         for place, candidates in zip(places, found, strict=True):
             row = session.row_of(place.path)
             assert row is not None
