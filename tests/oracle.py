@@ -77,4 +77,5 @@ def _cut_and_scaled(logits: list[float], sampling: SamplingParams, context: Sequ
 def _softmax(scores: Sequence[float]) -> list[float]:
     top = max(scores)
     weights = [math.exp(score - top) for score in scores]
-    return [weight / sum(weights) for weight in weights]
+    total = sum(weights)
+    return [weight / total for weight in weights]

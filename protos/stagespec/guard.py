@@ -5,8 +5,10 @@ internals in its text.
 """
 
 import asyncio
+import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -48,9 +50,14 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):
         def wrap_stream(behavior: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
             async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
                 try:
-                    responses = behavior(_read(request, deserialize), context)
-                    async for response in responses:
-                        yield response
+                    responses: Any = behavior(_read(request, deserialize), context)
+                    if inspect.isawaitable(responses):  # a handler that writes to the context itself
+                        await responses
+                        return
+                    # Closed here, so that a cancelled call cleans up at once and not when it is collected.
+                    async with aclosing(responses):
+                        async for response in responses:
+                            yield response
                 except Exception as error:
                     await _end(context, method, error)
 

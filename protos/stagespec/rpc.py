@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -127,7 +128,10 @@ def describe(error: grpc.aio.AioRpcError) -> RpcError:
     for key, value in error.trailing_metadata() or ():
         if key != "grpc-status-details-bin":
             continue
-        status = status_pb2.Status.FromString(value if isinstance(value, bytes) else value.encode())
+        try:
+            status = status_pb2.Status.FromString(value if isinstance(value, bytes) else value.encode())
+        except DecodeError:
+            continue
         for detail in status.details:
             info, bad_request = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
             retry = error_details_pb2.RetryInfo()

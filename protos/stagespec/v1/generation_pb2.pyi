@@ -274,7 +274,7 @@ class StopOptions(_message.Message):
     """Most tokens to generate, at least 1. Unset: the server's default, see GetModelInfoResponse."""
     min_tokens: _builtins.int
     """End-of-sequence tokens and stop tokens cannot be drawn, and stop strings do not match, before this many
-    tokens. Unset: 0.
+    tokens. At most `max_tokens`. Unset: 0.
     """
     include_in_text: _builtins.bool
     """Whether the text of what stopped the generation (stop string, stop token or end-of-sequence token) stays
@@ -387,7 +387,9 @@ class GenerateRequest(_message.Message):
     CHUNK_GRANULARITY_FIELD_NUMBER: _builtins.int
     RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Name of the request in logs and traces, at most 128 bytes. Empty: the server makes one."""
+    """Name of the request in logs and traces: at most 128 printable ASCII characters. Empty: the server makes
+    one.
+    """
     text: _builtins.str
     """Plain text, tokenized as it stands."""
     num_logprobs: _builtins.int
@@ -681,7 +683,7 @@ class SpeculationStats(_message.Message):
 
     @_builtins.property
     def drafters(self) -> _containers.RepeatedCompositeFieldContainer[Global___DrafterStats]:
-        """Each drafter of the pipeline, in order."""
+        """Each drafter that the request used, in order."""
 
     def __init__(
         self,

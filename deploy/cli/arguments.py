@@ -1,0 +1,58 @@
+"""What several subcommands read from the command line alike."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from deploy.config import Config
+
+
+def add_config_file(parser: argparse.ArgumentParser) -> None:
+    """Which configuration to read."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help="configuration file")
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Which deployment to run."""
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="configuration file; default: STAGESPEC_CONFIG, then the built-in one",
+    )
+    parser.add_argument("--launcher", choices=("ray", "process"), help="instead of the configuration's")
+
+
+def add_server(parser: argparse.ArgumentParser) -> None:
+    """Which server to use: a running one, or one of its own."""
+    parser.add_argument(
+        "--target", metavar="ADDRESS", help="a running server; without it one is started and stopped again"
+    )
+    add_config(parser)
+
+
+def load_config(args: argparse.Namespace, *, listen: str | None = None) -> "Config":
+    """The configuration that the arguments of `add_config` name.
+
+    Args:
+        args: The arguments.
+        listen: Address to serve on instead of the configuration's.
+
+    Raises:
+        ConfigError: It is wrong.
+    """
+    from deploy.config import load, override
+
+    return override(load(args.config), listen=listen, launcher=args.launcher)
+
+
+def positive(text: str) -> int:
+    """An argparse type for whole numbers from 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value

@@ -1,0 +1,75 @@
+"""The n-gram stage without its transport: opens the table once, then answers jobs one after the other.
+
+It knows the engine's interface and no other stage.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from services.engine import Job, Proposal, ProposeTask
+from services.ngram.growth import grow
+from services.ngram.mixture import Mixture
+from services.ngram.session import NgramSession
+from services.ngram.settings import NgramSettings
+from services.ngram.table import NgramTable
+from stagespec.rpc import PROTOCOL_VERSION
+from stagespec.v1 import stage_pb2
+from stagespec.vocabulary import Vocabulary
+
+NgramJob = Job[NgramSession, ProposeTask, Proposal]
+
+
+class NgramEngine:
+    """Drafts from n-grams of the session's own context and of a table."""
+
+    def __init__(self, settings: NgramSettings) -> None:
+        """Opens the table, if there is one.
+
+        Raises:
+            TableError: It cannot be read, is damaged, or has a lower order than the settings ask for.
+        """
+        table = NgramTable(Path(settings.table), order=settings.order) if settings.table is not None else None
+        self._mixture = Mixture(
+            table, context_order=settings.context_order, context_weight=settings.context_weight
+        )
+        self._info = stage_pb2.StageInfo(
+            kind=stage_pb2.STAGE_KIND_DRAFTER,
+            implementation="ngram",
+            protocol_version=PROTOCOL_VERSION,
+            model=settings.table if settings.table is not None else "context only",
+            device="cpu",
+            dtype="float64",
+            weight_format="counts",
+            tokenizer_hash=table.tokenizer_hash if table else "",
+            vocabulary_size=table.vocabulary_size if table else 0,
+            max_sessions=settings.max_sessions,
+            can_rollback=True,
+            weight_bytes=table.num_bytes if table else 0,
+            cache_bytes_per_token=8,
+            num_threads=1,
+        )
+
+    @property
+    def info(self) -> stage_pb2.StageInfo:
+        """See `services.engine.Engine`."""
+        return self._info
+
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        """None: the table knows the vocabulary's hash and size, not its bytes."""
+        return None
+
+    def new_session(self) -> NgramSession:
+        """See `services.engine.Engine`."""
+        return NgramSession()
+
+    def run(self, jobs: Sequence[NgramJob]) -> None:
+        """See `services.engine.Engine`."""
+        for job in jobs:
+            begin = time.perf_counter()
+            try:
+                job.answer = Proposal(grow(self._mixture, job.session, job.task))
+            except Exception as error:
+                job.error = error
+            job.spend("grow", time.perf_counter() - begin)

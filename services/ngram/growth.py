@@ -1,0 +1,126 @@
+"""Grows a draft best-first: the most probable path is extended first, from the hint's nodes as from the root.
+
+It knows budgets, trees and the shared noise, not where probabilities come from.
+"""
+
+import heapq
+import math
+
+import numpy as np
+
+from services.engine import ProposeTask
+from services.ngram.katz import Floats
+from services.ngram.mixture import Candidates, Mixture
+from services.ngram.session import NgramSession
+from stagespec.noise import gumbel
+from stagespec.tree import ROOT, DraftTree, most_probable
+from stagespec.v1.sampling_pb2 import SamplingParams
+
+MAX_CHILDREN = 16
+"""Children considered for one node."""
+
+MAX_PROBABILITY = 0.95
+"""No estimate is surer than this: the model behind the counts is not the target."""
+
+_MEAN_GUMBEL = 0.5772156649015329
+_EXPAND = -1  # in place of a token: the entry stands for all children of the node
+
+
+def grow(mixture: Mixture, session: NgramSession, task: ProposeTask) -> DraftTree:
+    """Extends the hint of a task.
+
+    Every hint node is kept as it is, but for what the budget cuts. A node is added while there is room and
+    its path's estimated probability is at least the node's price.
+
+    Args:
+        mixture: The model.
+        session: The session, its context up to date.
+        task: What is asked.
+
+    Returns:
+        The draft. Estimates are those of `estimate`.
+    """
+    budget = task.budget
+    hint = _cut(task.hint, budget.max_nodes, budget.max_depth)
+    token_ids, parents = list(hint.token_ids), list(hint.parents)
+    log_probs, owners = list(hint.log_probs), list(hint.drafter_indices)
+    paths, depths = hint.path_log_probs, hint.depths
+    known = {(parent, token_id) for parent, token_id in zip(parents, token_ids, strict=True)}
+    floor = math.log(budget.node_price) if budget.node_price > 0.0 else -math.inf
+    tail = session.last(mixture.reach)
+
+    # Entries: (-log probability of the path, number, parent, token, log probability of the token). A node's
+    # children cannot be more probable than its own path, so looking them up waits until that is the best.
+    entries = [(0.0, 0, ROOT, _EXPAND, 0.0)]
+    entries += [(-path, 1 + node, node, _EXPAND, 0.0) for node, path in enumerate(paths)]
+    number = len(entries)
+    heapq.heapify(entries)
+    while entries and len(token_ids) < budget.max_nodes:
+        cost, _, parent, token_id, log_prob = heapq.heappop(entries)
+        if -cost < floor:
+            break
+        depth = 0 if parent == ROOT else depths[parent] + 1
+        if depth >= budget.max_depth:
+            continue
+        if token_id == _EXPAND:
+            suffix = (tail + _path_tokens(token_ids, parents, parent))[-mixture.reach :]
+            candidates = mixture.candidates(session, suffix, MAX_CHILDREN)
+            estimates = estimate(candidates, task.sampling, len(session) + depth)
+            for child, child_log_prob in zip(candidates.token_ids.tolist(), estimates.tolist(), strict=True):
+                if (parent, child) not in known:
+                    heapq.heappush(entries, (cost - child_log_prob, number, parent, child, child_log_prob))
+                    number += 1
+            continue
+        node = len(token_ids)
+        token_ids.append(token_id)
+        parents.append(parent)
+        log_probs.append(log_prob)
+        owners.append(task.drafter_index)
+        depths.append(depth)
+        heapq.heappush(entries, (cost, number, node, _EXPAND, 0.0))
+        number += 1
+    return DraftTree(tuple(token_ids), tuple(parents), tuple(log_probs), tuple(owners))
+
+
+def estimate(candidates: Candidates, sampling: SamplingParams, position: int) -> Floats:
+    """Estimated log probability that the target draws each candidate, given the noise at `position`.
+
+    Greedy: the model's own probability p. At temperature T > 0 the target draws the largest log(P) / T + g
+    for its own P, which p only approximates. If the errors of log(p) are taken as independent standard Gumbel
+    numbers, candidate v has the largest log(P) + T g with probability softmax(log(p) + T g)[v]. As T falls to
+    0 this becomes the greedy rule. All other tokens together stand as one more candidate, with their mass
+    and the mean noise of a maximum; above T = 1 that is too little for them.
+
+    Args:
+        candidates: Tokens and model probabilities. [num_candidates]
+        sampling: Temperature and seed.
+        position: Index of the token to be drawn.
+
+    Returns:
+        Natural logarithms, finite and below 0. [num_candidates]
+    """
+    scores = np.log(candidates.probabilities)
+    temperature = sampling.temperature
+    if temperature > 0.0 and len(scores):
+        scores = scores + temperature * gumbel(sampling.seed, position, candidates.token_ids)
+        rest = max(1.0 - float(candidates.probabilities.sum()), 1e-12)
+        rest_score = math.log(rest) + temperature * _MEAN_GUMBEL
+        top = max(float(scores.max()), rest_score)
+        scores = scores - top - math.log(np.exp(scores - top).sum() + math.exp(rest_score - top))
+    return np.minimum(scores, math.log(MAX_PROBABILITY))
+
+
+def _cut(hint: DraftTree, max_nodes: int, max_depth: int) -> DraftTree:
+    """The hint within the budget. Its host has cut it so already, unless the engine is used without one."""
+    if len(hint) > max_nodes or any(depth >= max_depth for depth in hint.depths):
+        hint = hint.select([node for node, depth in enumerate(hint.depths) if depth < max_depth])
+        hint = hint.select(most_probable(hint, max_nodes))
+    return hint
+
+
+def _path_tokens(token_ids: list[int], parents: list[int], node: int) -> list[int]:
+    tokens = []
+    while node != ROOT:
+        tokens.append(token_ids[node])
+        node = parents[node]
+    return tokens[::-1]
