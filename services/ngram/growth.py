@@ -22,7 +22,9 @@ MAX_CHILDREN = 16
 MAX_PROBABILITY = 0.95
 """No estimate is surer than this: the model behind the counts is not the target."""
 
-_MEAN_GUMBEL = 0.5772156649015329
+_REST_NOISE = 1.6
+"""Noise that all other tokens together count with: about log(mean of exp(g)) over a hundred of like size."""
+
 _EXPAND = -1  # in place of a token: the entry stands for all children of the node
 
 
@@ -88,8 +90,8 @@ def estimate(candidates: Candidates, sampling: SamplingParams, position: int) ->
     Greedy: the model's own probability p. At temperature T > 0 the target draws the largest log(P) / T + g
     for its own P, which p only approximates. If the errors of log(p) are taken as independent standard Gumbel
     numbers, candidate v has the largest log(P) + T g with probability softmax(log(p) + T g)[v]. As T falls to
-    0 this becomes the greedy rule. All other tokens together stand as one more candidate, with their mass
-    and the mean noise of a maximum; above T = 1 that is too little for them.
+    0 this becomes the greedy rule. All other tokens together stand as one more candidate, with their mass and
+    a typical noise that fits temperatures up to about 1; far above, estimates are too high.
 
     Args:
         candidates: Tokens and model probabilities. [num_candidates]
@@ -104,7 +106,7 @@ def estimate(candidates: Candidates, sampling: SamplingParams, position: int) ->
     if temperature > 0.0 and len(scores):
         scores = scores + temperature * gumbel(sampling.seed, position, candidates.token_ids)
         rest = max(1.0 - float(candidates.probabilities.sum()), 1e-12)
-        rest_score = math.log(rest) + temperature * _MEAN_GUMBEL
+        rest_score = math.log(rest) + temperature * _REST_NOISE
         top = max(float(scores.max()), rest_score)
         scores = scores - top - math.log(np.exp(scores - top).sum() + math.exp(rest_score - top))
     return np.minimum(scores, math.log(MAX_PROBABILITY))

@@ -120,3 +120,13 @@ def test_a_longer_match_is_surer(table):
     assert all(low < high for low, high in itertools.pairwise(surest))
     assert surest[0] > 0.3
     assert surest[-1] > 0.75
+
+
+def test_matches_are_no_longer_than_the_context_order(table):
+    context = [0, 1, 2, 4, 3, 2, 0, 0, 1, 2]  # after 1 2: 4; after 2: 4 and 0
+    for order, rivals_differ in ((2, False), (3, True)):
+        mixture = Mixture(table, context_order=order, context_weight=1.0)
+        assert mixture.reach == 2
+        by_match = mixture.probabilities(fresh(context), [1, 2], np.arange(VOCABULARY_SIZE))
+        by_token = mixture.probabilities(fresh([5, *context[1:]]), [3, 2], np.arange(VOCABULARY_SIZE))
+        assert (by_match[4] - by_token[4] > 0.2) == rivals_differ

@@ -43,6 +43,15 @@ def test_continuations_come_the_most_probable_first(path):
     assert table.find([]) == []
 
 
+def test_the_probability_of_a_token_does_not_depend_on_what_else_is_asked(path):
+    table = NgramTable(path)
+    for context in ([], [0], [0, 1], [4, 3]):
+        contexts = table.find(context)
+        whole = table.probabilities(contexts, np.arange(5))
+        for chosen in ([3], [4, 0], [2, 1, 3]):
+            assert table.probabilities(contexts, np.array(chosen)).tolist() == whole[chosen].tolist()
+
+
 def test_ids_of_large_vocabularies_are_told_apart(tmp_path):
     high = MAX_VOCABULARY_SIZE - 1
     text = [high, high - 1, high, high - 1, high - (1 << 16), high, high - 1, high]
