@@ -13,6 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploy.errors import SetupError
+
 if TYPE_CHECKING:
     from services.ngram.builder import BuildSummary
 
@@ -52,20 +54,22 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Builds the table; returns the exit status."""
+    """Builds the table; returns the exit status.
+
+    Raises:
+        SetupError: An argument or the corpus is wrong; nothing was written.
+    """
     from tokenizers import Tokenizer
 
     from services.ngram.builder import build_table
 
     definition = args.tokenizer / "tokenizer.json"
     if not definition.is_file():
-        print(f"error: --tokenizer is {args.tokenizer}, and there is no file {definition}", file=sys.stderr)
-        return 1
+        raise SetupError(f"--tokenizer is {args.tokenizer}, and there is no file {definition}")
     try:
         tokenizer = Tokenizer.from_file(str(definition))
     except Exception as error:  # the library raises nothing more special
-        print(f"error: {definition} is no tokenizer: {error}", file=sys.stderr)
-        return 1
+        raise SetupError(f"{definition} is no tokenizer: {error}") from error
     report = _Report()
     try:
         summary = build_table(
@@ -79,10 +83,9 @@ def run(args: argparse.Namespace) -> int:
             progress=report,
         )
     except (ValueError, OSError) as error:
+        raise SetupError(str(error)) from error
+    finally:
         report.end()
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    report.end()
     if args.json:
         print(json.dumps(asdict(summary) | {"seconds": report.seconds}))
     else:

@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from deploy.cli import build_ngram
+from deploy.errors import SetupError
 from services.ngram import builder, corpus
 from services.ngram.builder import build_table
 from services.ngram.corpus import CorpusError
@@ -169,8 +170,15 @@ def test_the_command_prints_one_json_object_and_progress_apart(tmp_path, tokeniz
     assert "MB counted" in printed.err
 
     args = parse(*arguments, str(folder / "missing"))
-    assert args.run(args) == 1
-    assert capsys.readouterr().err == f"error: {folder / 'missing'} does not exist or is no file or folder\n"
+    with pytest.raises(SetupError, match=f"^{folder / 'missing'} does not exist or is no file or folder$"):
+        args.run(args)
+    args = parse("--tokenizer", str(folder), "--output", str(output), str(folder))
+    with pytest.raises(SetupError, match=r"there is no file .*tokenizer.json"):
+        args.run(args)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    args = parse(*arguments, str(folder))
+    with pytest.raises(SetupError, match=r"tokenizer.json is no tokenizer"):
+        args.run(args)
 
 
 def test_sizes_and_times_are_read_and_written_for_people():

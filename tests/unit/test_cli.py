@@ -1,0 +1,90 @@
+"""The command line: wrong arguments and missing things end in one clear line and a non-zero exit."""
+
+import json
+
+import pytest
+
+from deploy.cli.main import main
+from deploy.errors import SetupError
+from deploy.exactness import Difference, Report
+from deploy.prompts import Prompt, read_prompts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["generate", "x", "--max-tokens", "0"], "at least 1"),
+        (["generate", "x", "--humaneval", "1"], "not allowed with"),
+        (["generate", "x", "--mode", "magic"], "magic"),
+        (["bench"], "--check-exact"),
+        (["stage", "magic"], "magic"),
+        (["serve", "--launcher", "docker"], "docker"),
+        ([], "COMMAND"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, says, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_what_is_missing_is_said_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("STAGESPEC_CACHE", str(tmp_path))
+    monkeypatch.delenv("STAGESPEC_CONFIG", raising=False)
+    cases = {
+        ("serve",): "run `stagespec fetch`",
+        ("generate", "--humaneval", "0"): "run `stagespec fetch`",
+        ("generate", "hi", "--target", "127.0.0.1:1"): "no server answers at 127.0.0.1:1",
+        ("generate", "hi", "--config", str(tmp_path / "none.yaml")): "none.yaml cannot be read",
+        ("generate", "--prompt-file", str(tmp_path / "none.txt")): "none.txt cannot be read",
+        ("health", "127.0.0.1:1"): "127.0.0.1:1",
+        ("pipeline", "show", "--target", "127.0.0.1:1"): "no server answers",
+    }
+    for arguments, says in cases.items():
+        assert main(list(arguments)) == 1, arguments
+        found = capsys.readouterr()
+        assert says in found.out + found.err, arguments
+        assert "Traceback" not in found.err
+        assert len(found.err.strip().splitlines()) <= 1
+
+
+def test_check_config_tells_good_from_bad(tmp_path, capsys):
+    model = tmp_path / "model"
+    model.mkdir()
+    good = tmp_path / "good.yaml"
+    good.write_text(f"stages: {{t: {{kind: target, settings: {{model: {model}}}}}}}\n", encoding="utf-8")
+    assert main(["check-config", "--config", str(good)]) == 0
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("stages: {t: {kind: target, settings: {model: /none/here}}}\n", encoding="utf-8")
+    capsys.readouterr()
+    assert main(["check-config", "--config", str(bad)]) == 1
+    assert "/none/here" in capsys.readouterr().err
+
+
+def test_prompts_are_read_and_bad_lines_named(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    turns = [{"role": "user", "content": "hi"}]
+    path.write_text(
+        json.dumps({"prompt": "a"}) + "\n\n" + json.dumps({"messages": turns}) + "\n", encoding="utf-8"
+    )
+    assert read_prompts(path, None) == [Prompt(text="a"), Prompt(messages=(("user", "hi"),))]
+    assert read_prompts(path, 1) == [Prompt(text="a")]
+    for content, says in [
+        ('{"prompt": 3}', "line 1"),
+        ("{", "not JSON"),
+        ("", "no prompts"),
+        ("[]", "line 1"),
+    ]:
+        path.write_text(content, encoding="utf-8")
+        with pytest.raises(SetupError, match=says):
+            read_prompts(path, None)
+
+
+def test_a_report_tells_ties_from_mismatches():
+    report = Report(1)
+    report.differences = [Difference(0, "staged", 3, 5, 6, 2e-5), Difference(0, "draft", 3, 5, None, None)]
+    assert [difference.variant for difference in report.mismatches] == ["draft"]
+    plain = json.loads(json.dumps(report.plain()))
+    assert plain["exact"] is False
+    assert [entry["variant"] for entry in plain["ties"]] == ["staged"]
