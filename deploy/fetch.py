@@ -27,6 +27,7 @@ PROMPTS = "humaneval.jsonl"
 TABLE = "python.ngram"
 DRAFT_LAYERS = (0, 1, 2, 3, 4, 5)
 MAX_TEXT_BYTES = 10_000_000
+MAX_TABLE_BYTES = 16 << 20
 FIT_TEXTS, FIT_TOKENS = 40, 256
 
 
@@ -197,4 +198,4 @@ def _make_table(target: Path, report: Report, output: Path) -> None:
             report(f"  counted {10 * wanted}% of {total / 1e6:.1f} MB of Python")
             wanted = next(tenths, 11)
 
-    build_table(source_files(), tokenizer, output, progress=progress)
+    build_table(source_files(), tokenizer, output, max_bytes=MAX_TABLE_BYTES, progress=progress)
