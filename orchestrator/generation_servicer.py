@@ -118,7 +118,7 @@ class GenerationServicer(GenerationServiceServicer):
             max_context_length=info.max_context_length or None,
             eos_token_ids=tuple(info.eos_token_ids),
             drafter_names=tuple(stage.name for stage in self._pipeline.drafters),
-            max_nodes=min(speculation.max_nodes, info.max_nodes or speculation.max_nodes),
+            max_nodes=min(speculation.max_request_nodes, info.max_nodes or speculation.max_request_nodes),
             default_max_tokens=self._settings.admission.default_max_tokens,
             speculation=speculation,
         )

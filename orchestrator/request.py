@@ -245,7 +245,9 @@ def _settle_speculation(
     settled = SpeculationOptions(
         enabled=enabled,
         drafters=(options.drafters or model.drafter_names) if enabled else [],
-        max_nodes=options.max_nodes if options.HasField("max_nodes") else model.max_nodes,
+        max_nodes=options.max_nodes
+        if options.HasField("max_nodes")
+        else min(defaults.max_nodes, model.max_nodes),
         max_depth=options.max_depth if options.HasField("max_depth") else defaults.max_depth,
         max_rounds=options.max_rounds if options.HasField("max_rounds") else defaults.max_rounds,
     )

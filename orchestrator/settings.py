@@ -17,7 +17,8 @@ class SpeculationSettings:
     """How far a draft may grow, and what growing it costs.
 
     Attributes:
-        max_nodes: Most nodes in a draft; also the most a request may ask for.
+        max_nodes: Most nodes in a draft, unless the request says otherwise.
+        max_request_nodes: Most nodes a request may ask for.
         max_depth: Most levels in a draft.
         max_rounds: Most passes over the drafters in a step.
         node_price: Committed tokens that one more node in the verifier's pass costs.
@@ -25,13 +26,15 @@ class SpeculationSettings:
     """
 
     max_nodes: int = 24
+    max_request_nodes: int = 256
     max_depth: int = 8
     max_rounds: int = 4
     node_price: float = 0.02
     pass_price: float = 0.2
 
     def __post_init__(self) -> None:
-        _require("speculation.max_nodes", self.max_nodes, 1, 4096)
+        _require("speculation.max_request_nodes", self.max_request_nodes, 1, 4096)
+        _require("speculation.max_nodes", self.max_nodes, 1, self.max_request_nodes)
         _require("speculation.max_depth", self.max_depth, 1, 4096)
         _require("speculation.max_rounds", self.max_rounds, 1, 64)
         _require("speculation.node_price", self.node_price, 0, 100)

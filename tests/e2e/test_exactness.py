@@ -4,6 +4,7 @@ Tiny random models in float32, over real gRPC: two of them drafts that often agr
 """
 
 import asyncio
+import gc
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -19,6 +20,7 @@ from orchestrator.server import OrchestratorServer
 from orchestrator.settings import OrchestratorSettings, SpeculationSettings
 from orchestrator.stage import StageAddress
 from orchestrator.text import TextCodec
+from services.causal_lm.rows import Rows
 from services.draft.engine import DraftEngine
 from services.draft.settings import DraftSettings
 from services.host import StageServer
@@ -192,6 +194,32 @@ async def test_sessions_that_share_passes_do_not_change_each_other(families):
                 break
             await asyncio.sleep(0.02)
         assert not any((await pipeline.live_sessions()).values())
+
+
+async def test_a_draft_with_the_targets_weights_is_accepted_whole_at_every_temperature(families):
+    """Draft and target share the noise, so the likeliest guess of each round is what the target draws."""
+    family = families["llama"]
+    twin = DraftEngine(DraftSettings(family.folder))
+    async with running(Family(family.plain, family.folder, family.engines | {"draft-a": twin})) as pipeline:
+        for sampling in (GREEDY, SAMPLED["top-k"], SamplingOptions(temperature=1.0, seed=1)):
+            found = await pipeline.generate(PROMPTS[0], sampling, "draft", max_rounds=3)
+            assert found.end.speculation.num_steps == NUM_TOKENS / 4, (
+                "three drafts and the bonus token a step"
+            )
+
+
+async def test_memory_is_given_back(families):
+    """As many rows are held after many requests as before them: none."""
+    family = families["llama"]
+    async with running(family) as pipeline:
+        for index in range(30):
+            await pipeline.generate([1 + index, 2, 3], GREEDY, "staged", max_nodes=4)
+        for _ in range(100):
+            if not any((await pipeline.live_sessions()).values()):
+                break
+            await asyncio.sleep(0.02)
+    gc.collect()
+    assert not [found for found in gc.get_objects() if type(found) is Rows]
 
 
 async def test_every_stage_of_a_chain_has_a_part_and_passes_stay_below_the_depth(families):
