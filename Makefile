@@ -1,7 +1,6 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
-GENERATED := protos/stagespec/v1
 
 .PHONY: setup run test check protos
 
