@@ -7,7 +7,9 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -90,7 +92,7 @@ class RayLauncher:
         # Short, because Ray keeps sockets in it, whose paths are limited to 107 bytes.
         self._folder = tempfile.mkdtemp(prefix="stagespec-")
         starting = asyncio.ensure_future(
-            # In a thread, since it takes seconds, and so that Ray leaves the signal handlers alone.
+            # In a thread, since it takes seconds, and so that Ray does not set Python's signal handlers.
             asyncio.to_thread(
                 ray.init,
                 address="local",
@@ -108,6 +110,8 @@ class RayLauncher:
             # What is half started can be stopped only once it has started.
             await asyncio.wait([starting])
             raise
+        finally:
+            _take_back_signals()
 
     async def _reserve(self, stages: Mapping[str, Stage]) -> None:
         """Reserves room for all stages.
@@ -209,6 +213,16 @@ class RayLauncher:
                 await moved(name, address)
             except Exception as error:
                 _log.error("stage %s at %s is not used: %s", name, address, error)
+
+
+def _take_back_signals() -> None:
+    """Puts Python's handlers back below those of Ray's core, which would print a stack and end the process."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # Python does not know that the handler it holds is no longer in force.
+            handler = signal.getsignal(number)
+            if handler is not None:
+                signal.signal(number, handler)
 
 
 async def _wait(reference: Any, timeout: float | None = None) -> Any:
