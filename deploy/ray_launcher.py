@@ -216,7 +216,7 @@ class RayLauncher:
 
 
 def _take_back_signals() -> None:
-    """Puts Python's handlers back below those of Ray's core, which would print a stack and end the process."""
+    """Undoes what Ray's core did to SIGTERM: its handler prints a stack and ends the process undrained."""
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             # Python does not know that the handler it holds is no longer in force.

@@ -51,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = args.run(args)
     except (SetupError, RpcError) as error:
         return _fail(str(error), args.debug)
+    except KeyboardInterrupt:
+        return 130  # 128 and the number of SIGINT, as shells have it
     except BrokenPipeError:
         return 1  # whoever read our output has seen enough
     except Exception as error:
