@@ -76,24 +76,29 @@ class Batcher(Generic[SessionT, TaskT, AnswerT]):
         self._thread.join()
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._leaving or self._stopped)
-                jobs, leaving, stopped = list(self._queue), self._leaving, self._stopped
-                self._leaving = []
-            for session in leaving:
-                session.close()
-            if stopped:
-                return
-            for job in jobs:
-                if not job.begun:
-                    _begin(job)
-            self._take_turn([job for job in jobs if not job.done])
-            for job in jobs:
-                if job.done:
-                    self._finish(job)
+        # A turn is a call of its own, so that while the thread waits it holds on to no session.
+        while self._turn():
+            pass
 
-    def _take_turn(self, jobs: list[Job[SessionT, TaskT, AnswerT]]) -> None:
+    def _turn(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._leaving or self._stopped)
+            jobs, leaving, stopped = list(self._queue), self._leaving, self._stopped
+            self._leaving = []
+        for session in leaving:
+            session.close()
+        if stopped:
+            return False
+        for job in jobs:
+            if not job.begun:
+                _begin(job)
+        self._compute([job for job in jobs if not job.done])
+        for job in jobs:
+            if job.done:
+                self._finish(job)
+        return True
+
+    def _compute(self, jobs: list[Job[SessionT, TaskT, AnswerT]]) -> None:
         if not jobs:
             return
         try:

@@ -1,11 +1,12 @@
 """DrafterService over any drafter's engine: messages in, values through, messages out."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from services.engine import Job, Proposal, ProposeTask, Session
+from services.limits import check_sampling
 from services.sessions import Sessions
-from stagespec.rpc import to_duration
+from stagespec.rpc import invalid_argument, to_duration
 from stagespec.tree import repair
 from stagespec.v1.drafter_pb2 import ProposeRequest, ProposeResponse, ProposeTimings
 from stagespec.v1.drafter_pb2_grpc import DrafterServiceServicer
@@ -24,11 +25,16 @@ class DrafterServicer(DrafterServiceServicer):
 
         def read(request: ProposeRequest) -> ProposeTask:
             nonlocal dropped
+            violations = list(check_sampling(request.sampling))
+            if violations:
+                raise invalid_argument(violations)
+            info, budget = self._sessions.engine.info, request.budget
+            budget.max_nodes = max(0, min(budget.max_nodes, info.max_nodes or budget.max_nodes))
             repaired = repair(
                 request.hint,
-                vocabulary_size=self._sessions.engine.info.vocabulary_size or 1 << 31,
-                max_nodes=max(0, request.budget.max_nodes),
-                max_depth=max(0, request.budget.max_depth),
+                vocabulary_size=info.vocabulary_size or 1 << 31,
+                max_nodes=budget.max_nodes,
+                max_depth=max(0, budget.max_depth),
                 sender=request.drafter_index,
             )
             dropped = repaired.num_dropped
@@ -36,7 +42,7 @@ class DrafterServicer(DrafterServiceServicer):
             return ProposeTask(
                 sampling=request.sampling,
                 hint=repaired.tree,
-                budget=request.budget,
+                budget=budget,
                 drafter_index=request.drafter_index,
                 observations=request.observations,
             )
@@ -46,13 +52,15 @@ class DrafterServicer(DrafterServiceServicer):
                 step_id=request.step_id, epoch=request.epoch, round=request.round, resync_from=length
             )
 
-        def write(request: ProposeRequest, job: Job[Session, ProposeTask, Proposal]) -> ProposeResponse:
+        def write(
+            request: ProposeRequest, job: Job[Session, ProposeTask, Proposal]
+        ) -> Iterator[ProposeResponse]:
             proposal = job.answer
             assert proposal is not None
             self._sessions.stats.count("nodes_total", len(proposal.draft))
             self._sessions.stats.count("passes_total", proposal.num_passes)
             timings = {part: to_duration(value) for part, value in job.seconds.items() if part != "accept"}
-            return ProposeResponse(
+            yield ProposeResponse(
                 step_id=request.step_id,
                 epoch=request.epoch,
                 round=request.round,

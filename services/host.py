@@ -18,6 +18,7 @@ from services.stage_servicer import StageServicer
 from services.stats import Stats
 from services.verifier_servicer import VerifierServicer
 from stagespec.guard import GuardInterceptor
+from stagespec.listen import bind
 from stagespec.rpc import PROTOCOL_VERSION, STAGE_MESSAGE_BYTES, server_options
 from stagespec.v1 import drafter_pb2, stage_pb2, verifier_pb2
 from stagespec.v1.drafter_pb2_grpc import add_DrafterServiceServicer_to_server
@@ -74,20 +75,20 @@ class StageServer:
             [service, stage_service, health.SERVICE_NAME, reflection.SERVICE_NAME], server
         )
         try:
-            port = server.add_insecure_port(address)
-        except RuntimeError:
-            port = 0
-        if port == 0:
+            bound, refusal = bind(server, address), ""
+        except OSError as error:
+            bound, refusal = "", str(error)
+        if refusal:
             # Raised out here, since grpc cannot clean up a server that a traceback keeps alive.
             self._sessions.stop()
             await server.stop(0.0)
             del server
-            raise OSError(f"stage {self._name} cannot listen on {address}: is it in use?")
+            raise OSError(f"stage {self._name} {refusal}")
         await server.start()
         self._server = server
         for name in ("", service, stage_service):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+        return bound
 
     async def stop(self, grace: float) -> None:
         """Takes no new sessions, waits up to `grace` seconds for live ones, then ends."""

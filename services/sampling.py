@@ -85,7 +85,8 @@ class Processed:
 
     Attributes:
         ids: Surviving tokens in rising order. [num_tokens]
-        scores: Their logits, processed and divided by the temperature. [num_tokens]
+        scores: Their logits, processed and, above temperature 0, relative to the best and divided by it.
+            [num_tokens]
     """
 
     ids: Ids
@@ -124,14 +125,15 @@ def process(
         raise RpcError(grpc.StatusCode.INTERNAL, "NUMERICAL_ERROR", message)
     if sampling.temperature == 0.0:
         return Processed(ids, scores)
-    scores /= sampling.temperature
-    best /= sampling.temperature
+    # Relative to the best, so that a tiny temperature separates the scores instead of making all infinite.
+    with np.errstate(over="ignore"):
+        scores = (scores - best) / sampling.temperature
     if sampling.HasField("top_k") and sampling.top_k < len(ids):
         ids, scores = _take(ids, scores, _highest(scores, sampling.top_k))
     if sampling.HasField("top_p") and sampling.top_p < 1.0:
         ids, scores = _take(ids, scores, _nucleus(scores, sampling.top_p))
     if sampling.HasField("min_p") and sampling.min_p > 0.0:
-        ids, scores = _take(ids, scores, np.flatnonzero(scores >= best + np.log(sampling.min_p)))
+        ids, scores = _take(ids, scores, np.flatnonzero(scores >= np.log(sampling.min_p)))
     return Processed(ids, scores)
 
 

@@ -6,7 +6,7 @@ It knows ContextDelta and the engine's interface, not what the engine computes.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
@@ -50,7 +50,7 @@ class Sessions(Generic[SessionT, TaskT, AnswerT]):
         requests: AsyncIterator[RequestT],
         read: Callable[[RequestT], TaskT],
         resync: Callable[[RequestT, int], ResponseT],
-        write: Callable[[RequestT, Job[SessionT, TaskT, AnswerT]], ResponseT],
+        write: Callable[[RequestT, Job[SessionT, TaskT, AnswerT]], Iterable[ResponseT]],
     ) -> AsyncIterator[ResponseT]:
         """Answers the requests of one session in order.
 
@@ -58,7 +58,7 @@ class Sessions(Generic[SessionT, TaskT, AnswerT]):
             requests: The stream.
             read: Makes the engine's task of a request.
             resync: Makes the answer to a delta that begins beyond the context's present length.
-            write: Makes the answer of a finished job.
+            write: Makes the messages that answer a finished job.
 
         Raises:
             RpcError: The stage is full or draining, or a request breaks the contract.
@@ -80,7 +80,8 @@ class Sessions(Generic[SessionT, TaskT, AnswerT]):
                 )
                 await self._batcher.run(job)
                 length = delta.base_length + len(delta.token_ids)
-                yield write(request, job)
+                for response in write(request, job):
+                    yield response
         finally:
             self._close(session)
 

@@ -4,11 +4,15 @@ import bisect
 import json
 import threading
 import time
+from collections import deque
 
 from stagespec.v1.stage_pb2 import GetStatsResponse, LatencyHistogram
 
 UPPER_BOUNDS = tuple(m * 10.0**e for e in range(-5, 2) for m in (1.0, 2.0, 5.0))
 """Upper bounds of the latency buckets in seconds: 10 microseconds to 50 seconds."""
+
+MAX_TRACE_EVENTS = 200_000
+"""A trace that nobody stops keeps its newest events only."""
 
 
 class Stats:
@@ -19,7 +23,7 @@ class Stats:
         self._counters: dict[str, int] = {}
         self._buckets: dict[str, list[int]] = {}
         self._sums: dict[str, float] = {}
-        self._trace: list[dict[str, object]] | None = None
+        self._trace: deque[dict[str, object]] | None = None
 
     def count(self, name: str, amount: int = 1) -> None:
         """Adds to a counter or gauge."""
@@ -41,14 +45,14 @@ class Stats:
         with self._lock:
             if self._trace is not None:
                 return False
-            self._trace = []
+            self._trace = deque(maxlen=MAX_TRACE_EVENTS)
             return True
 
     def stop_trace(self) -> bytes | None:
         """Ends the trace and returns it in the Chrome trace format; None if none is running."""
         with self._lock:
             trace, self._trace = self._trace, None
-        return None if trace is None else json.dumps({"traceEvents": trace}).encode()
+        return None if trace is None else json.dumps({"traceEvents": list(trace)}).encode()
 
     def to_proto(self) -> GetStatsResponse:
         """The books as a message."""

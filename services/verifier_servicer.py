@@ -1,19 +1,22 @@
 """VerifierService over a target's engine: messages in, values through, messages out."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from services.engine import Job, Session, Verdict, VerifyTask
+from services.limits import MAX_LOGPROBS, check_observations, check_sampling
 from services.sessions import Sessions
 from stagespec.rpc import FieldViolation, invalid_argument, to_duration
 from stagespec.tree import Repaired, repair
 from stagespec.v1 import verifier_pb2
+from stagespec.v1.observation_pb2 import Observation
 from stagespec.v1.verifier_pb2 import VerifyRequest, VerifyResponse, VerifyTimings
 from stagespec.v1.verifier_pb2_grpc import VerifierServiceServicer
 
 VerifierSessions = Sessions[Session, VerifyTask, Verdict]
 
-MAX_LOGPROBS = 20
+OBSERVATION_BYTES = 4 * 1024 * 1024
+"""Observations beyond this go into messages of their own, before the verdict."""
 
 
 class VerifierServicer(VerifierServiceServicer):
@@ -47,16 +50,19 @@ class VerifierServicer(VerifierServiceServicer):
         def resync(request: VerifyRequest, length: int) -> VerifyResponse:
             return VerifyResponse(step_id=request.step_id, epoch=request.epoch, resync_from=length)
 
-        def write(request: VerifyRequest, job: Job[Session, VerifyTask, Verdict]) -> VerifyResponse:
+        def write(request: VerifyRequest, job: Job[Session, VerifyTask, Verdict]) -> Iterator[VerifyResponse]:
             verdict = job.answer
             assert verdict is not None
             stats.count("nodes_total", len(repaired.tree))
             stats.count("accepted_total", len(verdict.accepted_nodes))
             timings = {part: to_duration(value) for part, value in job.seconds.items() if part != "grow"}
-            return VerifyResponse(
+            *first, last = _chunks(verdict.observations)
+            for observations in first:
+                yield VerifyResponse(step_id=request.step_id, epoch=request.epoch, observations=observations)
+            yield VerifyResponse(
                 step_id=request.step_id,
                 epoch=request.epoch,
-                observations=verdict.observations,
+                observations=last,
                 verdict=verifier_pb2.Verdict(
                     token_ids=verdict.token_ids,
                     accepted_nodes=[repaired.sent_indices[node] for node in verdict.accepted_nodes],
@@ -79,29 +85,28 @@ def _check(request: VerifyRequest, max_context_length: int) -> None:
     Raises:
         RpcError: INVALID_ARGUMENT naming the fields.
     """
-    sampling, violations = request.sampling, []
+    violations = [*check_sampling(request.sampling), *check_observations(request.observations)]
     length = request.context.base_length + len(request.context.token_ids)
     if length < 1:
         violations.append(FieldViolation("context", "an empty context cannot be continued; send one token"))
     if length >= max_context_length:
         text = f"the context has {length} tokens; with the next one it passes the limit {max_context_length}"
         violations.append(FieldViolation("context", text))
-    if not 0.0 <= sampling.temperature < float("inf"):
-        violations.append(
-            FieldViolation("sampling.temperature", f"{sampling.temperature} is not in [0, inf)")
-        )
-    if sampling.HasField("top_k") and sampling.top_k < 1:
-        violations.append(FieldViolation("sampling.top_k", f"{sampling.top_k} is below 1"))
-    if sampling.HasField("top_p") and not 0.0 < sampling.top_p <= 1.0:
-        violations.append(FieldViolation("sampling.top_p", f"{sampling.top_p} is not in (0, 1]"))
-    if sampling.HasField("min_p") and not 0.0 <= sampling.min_p <= 1.0:
-        violations.append(FieldViolation("sampling.min_p", f"{sampling.min_p} is not in [0, 1]"))
-    if sampling.HasField("repetition_penalty") and not 0.0 < sampling.repetition_penalty < float("inf"):
-        text = f"{sampling.repetition_penalty} is not in (0, inf)"
-        violations.append(FieldViolation("sampling.repetition_penalty", text))
     if request.num_logprobs not in range(MAX_LOGPROBS + 1):
-        violations.append(
-            FieldViolation("num_logprobs", f"{request.num_logprobs} is not in [0, {MAX_LOGPROBS}]")
-        )
+        text = f"{request.num_logprobs} is not in [0, {MAX_LOGPROBS}]"
+        violations.append(FieldViolation("num_logprobs", text))
     if violations:
         raise invalid_argument(violations)
+
+
+def _chunks(observations: Sequence[Observation]) -> list[list[Observation]]:
+    """Observations in portions that fit a message; at least one portion, perhaps empty."""
+    chunks: list[list[Observation]] = [[]]
+    size = 0
+    for observation in observations:
+        size += observation.ByteSize()
+        if chunks[-1] and size > OBSERVATION_BYTES:
+            chunks.append([])
+            size = observation.ByteSize()
+        chunks[-1].append(observation)
+    return chunks

@@ -54,7 +54,8 @@ def _cut_and_scaled(logits: list[float], sampling: SamplingParams, context: Sequ
     if sampling.temperature == 0:
         return scores
 
-    scores = [score / sampling.temperature for score in scores]
+    best = max(scores)
+    scores = [(score - best) / sampling.temperature for score in scores]
     ranked = sorted(range(len(scores)), key=lambda token_id: (-scores[token_id], token_id))
     if sampling.HasField("top_k"):
         for token_id in ranked[sampling.top_k :]:

@@ -103,7 +103,7 @@ def _run_tree(model: PreTrainedModel, rows: Rows, context: list[int], token_ids:
 
 def _sequence(vocabulary_size: int) -> tuple[list[int], list[int]]:
     """A fixed, arbitrary context and the tokens of the tree's nodes; siblings differ."""
-    tokens = [(7 + 31 * i) % vocabulary_size for i in range(CONTEXT_LENGTH + len(PARENTS))]
+    tokens = [(7 + i) % vocabulary_size for i in range(CONTEXT_LENGTH + len(PARENTS))]
     return tokens[:CONTEXT_LENGTH], tokens[CONTEXT_LENGTH:]
 
 

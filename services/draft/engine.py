@@ -47,7 +47,7 @@ class DraftSession:
             candidates = self.known.get(end)
             self.known = {} if candidates is None else {self.rows.path_length - 1: candidates}
         last = len(self.context) - 1
-        if self.rows.path_length > last and last not in self.known:
+        if self.context and self.rows.path_length > last and last not in self.known:
             self.rows.truncate(last)
             self.known.clear()
         self.num_rows = self.num_passes = 0
@@ -153,8 +153,11 @@ class DraftEngine:
             session.num_rows += turn.segment.num_new
             session.num_passes += 1
             if session.rows.path_length == len(session.context):
-                self._learn(turn, output)
-                self._answer(turn.job)
+                try:
+                    self._learn(turn, output)
+                    self._answer(turn.job)
+                except Exception as error:
+                    turn.job.error = error
 
     def _unseen(self, job: DraftJob) -> list[int]:
         """The hint's nodes that have no row yet, as far as the context limit lets them have one."""

@@ -43,6 +43,7 @@ class NgramEngine:
             weight_format="counts",
             tokenizer_hash=table.tokenizer_hash if table else "",
             vocabulary_size=table.vocabulary_size if table else 0,
+            max_nodes=settings.max_nodes,
             max_sessions=settings.max_sessions,
             can_rollback=True,
             weight_bytes=table.num_bytes if table else 0,

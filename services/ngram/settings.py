@@ -16,6 +16,7 @@ class NgramSettings:
         context_order: Length of the longest n-grams to match in the session's own context.
         context_weight: Share of the session's own context in each probability; the table has the rest.
         max_sessions: Most sessions at once.
+        max_nodes: Most nodes in a draft, whatever the request's budget.
     """
 
     table: str | None = None
@@ -23,6 +24,7 @@ class NgramSettings:
     context_order: int = 8
     context_weight: float = 0.8
     max_sessions: int = 64
+    max_nodes: int = 256
 
     def __post_init__(self) -> None:
         if self.table == "":
@@ -37,3 +39,5 @@ class NgramSettings:
             raise ValueError(f"context_weight is {self.context_weight} and must be from 0 to 1")
         if self.max_sessions < 1:
             raise ValueError(f"max_sessions is {self.max_sessions} and must be at least 1")
+        if self.max_nodes < 1:
+            raise ValueError(f"max_nodes is {self.max_nodes} and must be at least 1")

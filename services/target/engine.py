@@ -113,14 +113,14 @@ class TargetEngine:
         for turn, output in zip(turns, outputs, strict=True):
             turn.job.spend("forward", spent)
             turn.job.session.num_rows += turn.segment.num_new
-            _observe_context(turn, output)
-            if turn.is_last:
-                begin = time.perf_counter()
-                try:
+            begin = time.perf_counter()
+            try:
+                _observe_context(turn, output)
+                if turn.is_last:
                     turn.job.answer = self._decide(turn, output, len(turns))
-                except Exception as error:
-                    turn.job.error = error
-                turn.job.spend("accept", time.perf_counter() - begin)
+            except Exception as error:
+                turn.job.error = error
+            turn.job.spend("accept", time.perf_counter() - begin)
 
     def _warm_up(self) -> None:
         """Runs the largest tree, so that memory is found short at start and not in service."""

@@ -10,8 +10,8 @@ class TargetSettings(ModelSettings):
     """How the target is loaded and served.
 
     Attributes:
-        max_batch_rows: Most rows in one pass, all sessions together. Sessions that decode always fit; long
-            prefills share what is left.
+        max_batch_rows: Most rows in one pass, all sessions together. What does not fit waits for the next;
+            sessions that decode go first, and the first in line always runs.
     """
 
     max_batch_rows: int = 1024

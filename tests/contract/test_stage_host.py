@@ -43,7 +43,11 @@ class EchoEngine:
         self.gate = threading.Event()
         self.gate.set()
         self.info = stage_pb2.StageInfo(
-            kind=stage_pb2.STAGE_KIND_DRAFTER, vocabulary_size=100, max_context_length=20, can_rollback=True
+            kind=stage_pb2.STAGE_KIND_DRAFTER,
+            vocabulary_size=100,
+            max_context_length=20,
+            max_nodes=6,
+            can_rollback=True,
         )
         self.vocabulary = Vocabulary((b"a", b"\xff", b"<s>"), frozenset({2}))
 
@@ -114,6 +118,9 @@ async def test_context_deltas_truncate_append_and_ask_for_what_is_missing():
         (request(0, [1, 100]), "context.token_ids", "100 is not in [0, 100)"),
         (request(0, [-5]), "context.token_ids", "-5"),
         (request(0, [1] * 21), "context", "21 tokens and the limit is 20"),
+        (request(0, [1], sampling={"top_k": 0}), "sampling.top_k", "0 is not in [1, inf)"),
+        (request(0, [1], sampling={"presence_penalty": float("nan")}), "sampling.presence_penalty", "nan"),
+        (request(0, [1], sampling={"logit_bias": {3: float("inf")}}), "sampling.logit_bias[3]", "inf"),
         (request(0, [1], session_id="other"), "context.session_id", "'other' on the stream of session 's'"),
     ],
 )
@@ -189,6 +196,19 @@ async def test_malformed_hints_are_pruned_and_counted():
         call.cancel()
 
 
+async def test_a_budget_beyond_the_stages_limit_is_cut_to_it():
+    async with hosted() as (engine, _, channel):
+        budgets = []
+        run = engine.run
+        engine.run = lambda jobs: (budgets.extend(job.task.budget.max_nodes for job in jobs), run(jobs))
+        call = DrafterServiceStub(channel).Propose()
+        for most in (2**31 - 1, 3, -5):
+            await call.write(request(0, [1], budget=drafter_pb2.Budget(max_nodes=most, max_depth=9)))
+            await call.read()
+        assert budgets == [6, 3, 0]
+        call.cancel()
+
+
 async def test_health_answers_while_the_engine_is_busy():
     async with hosted() as (engine, _, channel):
         engine.gate.clear()
@@ -229,9 +249,10 @@ async def test_a_stage_tells_about_itself():
         assert sum(stats.latencies["total"].counts) == 1
 
 
-async def test_an_address_in_use_is_an_error_and_harms_nobody():
+@pytest.mark.parametrize("kind", ["port", "socket"])
+async def test_an_address_in_use_is_an_error_and_harms_nobody(kind, tmp_path):
     first = StageServer("first", EchoEngine(), max_sessions=1)
-    address = await first.start("127.0.0.1:0")
+    address = await first.start("127.0.0.1:0" if kind == "port" else f"unix:{tmp_path}/stage")
     with pytest.raises(OSError, match=address):
         await StageServer("second", EchoEngine(), max_sessions=1).start(address)
     async with grpc.aio.insecure_channel(address) as channel:

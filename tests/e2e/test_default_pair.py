@@ -129,7 +129,7 @@ async def test_a_killed_drafter_costs_no_token_and_comes_back(server, default_pa
         await asyncio.sleep(0.5)
         os.kill(before["ngram"], signal.SIGKILL)
         assert (await running).token_ids == plain.token_ids
-        for _ in range(300):
+        for _ in range(600):
             stages = {s.name: s for s in (await client.get_pipeline()).drafters}
             back = stages["ngram"]
             if back.state == STAGE_STATE_READY and back.info.process_id != before["ngram"]:

@@ -144,6 +144,28 @@ def test_any_sequence_of_proposals_equals_a_fresh_session(engine, steps, tempera
         draft = again.draft
 
 
+def test_an_empty_context_gets_an_empty_draft(engine):
+    session = engine.new_session()
+    task = ProposeTask(SamplingParams(), EMPTY_DRAFT, Budget(max_nodes=4, max_depth=2))
+    assert len(propose(engine, session, 0, [], task).draft) == 0
+    before = propose(engine, session, 0, [1, 2, 3], task).draft
+    assert len(before) > 0
+    assert len(propose(engine, session, 0, [], task).draft) == 0
+    assert propose(engine, session, 0, [1, 2, 3], task).draft == before
+
+
+def test_one_jobs_fault_stays_with_it(engine):
+    budget = Budget(max_nodes=4, max_depth=2)
+    jobs = []
+    for sampling in (SamplingParams(temperature=1.0, top_k=-3), SamplingParams()):
+        session = engine.new_session()
+        session.apply(0, [1, 2])
+        jobs.append(Job(session, ProposeTask(sampling, EMPTY_DRAFT, budget), 0, [1, 2]))
+    engine.run(jobs)
+    assert [job.error is None for job in jobs] == [False, True]
+    assert jobs[1].answer is not None
+
+
 def test_a_steps_rows_are_the_uncached_context_and_the_unseen_nodes(engine):
     session = engine.new_session()
     budget = Budget(max_nodes=6, max_depth=3)

@@ -27,7 +27,7 @@ LOGITS = st.lists(
 @st.composite
 def sampling_params(draw):
     params = SamplingParams(
-        temperature=draw(st.sampled_from([0.0, 0.5, 1.0, 1.7])),
+        temperature=draw(st.sampled_from([0.0, 1e-320, 1e-12, 0.5, 1.0, 1.7])),
         seed=draw(st.integers(0, 2**64 - 1)),
         prompt_length=draw(st.integers(0, 3)),
         min_tokens=draw(st.integers(0, 5)),
@@ -129,6 +129,14 @@ def test_committed_tokens_have_the_processed_distribution_jointly():
 def test_the_tree_does_not_change_a_draw():
     for seed in range(1000):
         assert len({two_tokens(tree, seed) for tree in TREES.values()}) == 1
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-308, 1e-30])
+def test_a_tiny_temperature_is_greedy(temperature):
+    params = SamplingParams(temperature=temperature, seed=1, top_p=0.9, min_p=0.1)
+    for logits, best in (([1, 2, 30, 4], 2), ([-9, -8, -1, -7], 2), ([1e30, 2, 3, 4], 0)):
+        values = np.array(logits, dtype=np.float32)
+        assert draw(np.arange(4), values, params, History(params, []), 0) == best
 
 
 def test_logits_that_cannot_be_sampled_from_end_the_request():
