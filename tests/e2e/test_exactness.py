@@ -150,10 +150,20 @@ async def running(family: Family) -> AsyncIterator[Running]:
         yield Running(GenerationServiceStub(channel), channels)
 
 
+def assert_same_logprobs(found: Generated, expected: Generated) -> None:
+    assert len(found.logprobs) == len(found.token_ids)
+    for ours, theirs in zip(found.logprobs, expected.logprobs, strict=True):
+        assert ours.log_prob == pytest.approx(theirs.log_prob, abs=1e-4)
+        assert ours.log_prob < 0
+        assert list(ours.top_token_ids) == list(theirs.top_token_ids)
+        assert list(ours.top_log_probs) == pytest.approx(list(theirs.top_log_probs), abs=1e-4)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 async def test_greedy_modes_equal_each_other_and_transformers(families, name):
     family = families[name]
     async with running(family) as pipeline:
+        plain = Generated()
         for prompt in PROMPTS:
             expected = family.plain.generate(
                 torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=0
@@ -161,6 +171,8 @@ async def test_greedy_modes_equal_each_other_and_transformers(families, name):
             for mode in MODES:
                 found = await pipeline.generate(prompt, GREEDY, mode)
                 assert found.token_ids == expected, (mode, prompt)
+                plain = plain if mode != "off" else found
+                assert_same_logprobs(found, plain)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -171,9 +183,7 @@ async def test_sampled_modes_and_node_limits_agree(families, name):
             for mode, max_nodes in [*((mode, 64) for mode in MODES), ("staged", 1), ("staged", 8)]:
                 found = await pipeline.generate(prompt, sampling, mode, max_nodes=max_nodes)
                 assert found.token_ids == plain.token_ids, (mode, max_nodes)
-            for ours, theirs in zip(plain.logprobs, found.logprobs, strict=True):
-                assert ours.log_prob == pytest.approx(theirs.log_prob, abs=1e-4)
-                assert list(ours.top_token_ids) == list(theirs.top_token_ids)
+                assert_same_logprobs(found, plain)
 
 
 async def test_sessions_that_share_passes_do_not_change_each_other(families):

@@ -45,10 +45,16 @@ def wait_until_gone(pid: int) -> bool:
 
 
 async def test_a_killed_stage_is_started_again_and_its_new_address_reported():
-    moves: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+    moves: asyncio.Queue[tuple[str, str, str]] = asyncio.Queue()
 
-    async def moved(name: str, address: str) -> None:
-        moves.put_nowait((name, address))
+    async def moved(name: str, old_address: str, address: str) -> None:
+        moves.put_nowait((name, old_address, address))
+        if moved_before:
+            return
+        moved_before.append(address)
+        raise RuntimeError("whoever was told could not follow")
+
+    moved_before: list[str] = []
 
     launcher = ProcessLauncher(SETTINGS)
     try:
@@ -56,8 +62,12 @@ async def test_a_killed_stage_is_started_again_and_its_new_address_reported():
         first = {name: await ask(address) for name, address in addresses.items()}
         assert {info.name for info in first.values()} == {"one", "two"}
         os.kill(first["one"].process_id, signal.SIGKILL)
-        name, address = await asyncio.wait_for(moves.get(), 60)
-        assert name == "one"
+        name, old_address, address = await asyncio.wait_for(moves.get(), 60)
+        assert (name, old_address) == ("one", addresses["one"])
+        # The move was not followed, so the stage is still taken to be where it was at first.
+        os.kill((await ask(address)).process_id, signal.SIGKILL)
+        name, old_address, address = await asyncio.wait_for(moves.get(), 60)
+        assert (name, old_address) == ("one", addresses["one"])
         again = await ask(address)
         assert (again.name, again.process_id != first["one"].process_id) == ("one", True)
     finally:
@@ -67,7 +77,7 @@ async def test_a_killed_stage_is_started_again_and_its_new_address_reported():
 
 
 async def test_a_stage_that_cannot_start_says_why_and_leaves_nothing():
-    async def moved(name: str, address: str) -> None:
+    async def moved(name: str, old_address: str, address: str) -> None:
         raise AssertionError("nothing can have moved")
 
     broken = NgramStage("ngram", NgramSettings(table="/none/here.ngram"))
@@ -83,7 +93,7 @@ from deploy.config import SupervisionSettings
 from deploy.processes import ProcessLauncher
 from deploy.stages import NgramStage
 async def main():
-    async def moved(name, address): pass
+    async def moved(name, old_address, address): pass
     addresses = await ProcessLauncher(SupervisionSettings()).start({"one": NgramStage("ngram")}, moved)
     print(addresses["one"], flush=True)
     await asyncio.sleep(600)
