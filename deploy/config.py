@@ -100,6 +100,13 @@ class Config:
             raise ValueError(f"stages of kind target are {targets}; there must be exactly one")
         if "target" in self.drafters:
             raise ValueError("a drafter cannot be named 'target', which stands for the target's own tokens")
+        taken = {self.listen: "the public API"}
+        for name, stage in self.stages.items():
+            if not stage.listen.endswith(":0") and stage.listen in taken:
+                raise ValueError(
+                    f"stages.{name}.listen is {stage.listen!r}, where {taken[stage.listen]} listens"
+                )
+            taken[stage.listen] = f"stage {name}"
 
     @property
     def target(self) -> tuple[str, TargetStage]:
@@ -115,6 +122,20 @@ class Config:
     def orchestrator(self) -> OrchestratorSettings:
         """What the orchestrator is told."""
         return OrchestratorSettings(self.speculation, self.admission, self.timeouts)
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a mapping with a key twice, of which YAML would silently drop the first."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        keys: set[Any] = set()
+        for key, _ in node.value:
+            if key.value in keys:
+                raise yaml.MarkedYAMLError(problem=f"{key.value} is there twice", problem_mark=key.start_mark)
+            if isinstance(key, yaml.ScalarNode):
+                keys.add(key.value)
+        return node
 
 
 _ADAPTER = TypeAdapter(Config)
@@ -133,7 +154,7 @@ def load(path: Path | None) -> Config:
     if path is None:
         path = Path(os.environ.get("STAGESPEC_CONFIG") or DEFAULT)
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:

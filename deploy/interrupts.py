@@ -2,14 +2,21 @@
 
 import asyncio
 import signal
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+def heeded(numbers: Iterable[signal.Signals] = _SIGNALS) -> list[signal.Signals]:
+    """Those of the signals that whoever started this process did not tell it to ignore, as nohup does."""
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+
+
 def run(work: Coroutine[Any, Any, int], *, interrupted: int | None = None) -> int:
     """Runs `work` to its end. SIGINT, SIGTERM and SIGHUP cancel it; another one cancels its clean-up too.
+
+    A signal that the process was started to ignore stays ignored.
 
     Args:
         work: Returns an exit code.
@@ -28,7 +35,7 @@ def run(work: Coroutine[Any, Any, int], *, interrupted: int | None = None) -> in
             received.append(number)
             task.cancel()
 
-        for number in _SIGNALS:
+        for number in heeded():
             loop.add_signal_handler(number, interrupt, number)
         return await work
 
@@ -36,3 +43,7 @@ def run(work: Coroutine[Any, Any, int], *, interrupted: int | None = None) -> in
         return asyncio.run(main())
     except asyncio.CancelledError:
         return 128 + received[0] if interrupted is None else interrupted
+    except KeyboardInterrupt:  # before there were handlers
+        return 128 + signal.SIGINT if interrupted is None else interrupted
+    finally:
+        work.close()  # in case it never began

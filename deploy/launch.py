@@ -16,8 +16,8 @@ import stagespec
 from deploy.config import Config, SupervisionSettings
 from deploy.stages import NgramStage, Stage
 
-Moved = Callable[[str, str], Awaitable[None]]
-"""Told that a stage, by name, was restarted and listens at a new address."""
+Moved = Callable[[str, str, str], Awaitable[None]]
+"""Told that a stage was restarted: its name, the last address that was taken note of, its new address."""
 
 T = TypeVar("T")
 

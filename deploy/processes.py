@@ -59,7 +59,8 @@ class ProcessLauncher:
             await self.stop(0.0)
             raise
         self._watchers = [
-            asyncio.create_task(self._watch(name, stage, moved)) for name, stage in stages.items()
+            asyncio.create_task(self._watch(name, stage, addresses[name], moved))
+            for name, stage in stages.items()
         ]
         return addresses
 
@@ -115,7 +116,7 @@ class ProcessLauncher:
             reply.get("error") or f"stage {name} ended with code {code} before it served{_quote(child)}"
         )
 
-    async def _watch(self, name: str, stage: Stage, moved: Moved) -> None:
+    async def _watch(self, name: str, stage: Stage, known: str, moved: Moved) -> None:
         restarts = Restarts(self._settings)
         while True:
             code = await self._children[name].process.wait()
@@ -130,7 +131,8 @@ class ProcessLauncher:
                 except StageFailedError as error:
                     _log.error("%s", error)
             try:
-                await moved(name, address)
+                await moved(name, known, address)
+                known = address
             except Exception as error:
                 _log.error("stage %s at %s is not used: %s", name, address, error)
 

@@ -55,7 +55,7 @@ class RayLauncher:
             await self.stop(0.0)
             raise
         self._watchers = [
-            asyncio.create_task(self._watch(index, name, stage, moved))
+            asyncio.create_task(self._watch(index, name, stage, addresses[name], moved))
             for index, (name, stage) in enumerate(stages.items())
         ]
         return addresses
@@ -86,6 +86,8 @@ class RayLauncher:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        # Ray runs its workers at low priority, where anything else on the machine starves them.
+        os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - so Ray spells it
         os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
         import ray
 
@@ -189,7 +191,7 @@ class RayLauncher:
         except ray.exceptions.RayError as error:
             raise StageFailedError(_last_words(name, error)) from None
 
-    async def _watch(self, index: int, name: str, stage: Stage, moved: Moved) -> None:
+    async def _watch(self, index: int, name: str, stage: Stage, known: str, moved: Moved) -> None:
         import ray
 
         restarts = Restarts(self._settings)
@@ -210,7 +212,8 @@ class RayLauncher:
                 except StageFailedError as error:
                     _log.error("%s", error)
             try:
-                await moved(name, address)
+                await moved(name, known, address)
+                known = address
             except Exception as error:
                 _log.error("stage %s at %s is not used: %s", name, address, error)
 

@@ -45,11 +45,12 @@ async def running(config: Config, report: Callable[[str], None] = _silent) -> As
     server: OrchestratorServer | None = None
     served = asyncio.Event()
 
-    async def moved(name: str, address: str) -> None:
+    async def moved(name: str, old_address: str, address: str) -> None:
         await served.wait()
         assert server is not None
-        await server.pipeline.relocate(name, address)
-        report(f"stage {name} is back and listens on {address}")
+        in_use = await server.pipeline.relocate(name, old_address, address)
+        left = "" if in_use else "; the pipeline no longer uses it"
+        report(f"stage {name} is back and listens on {address}{left}")
 
     names = ", ".join(config.stages)
     how = "under Ray" if config.launcher == "ray" else "as processes"

@@ -12,12 +12,16 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from pydantic import TypeAdapter
 
+from deploy import interrupts
 from deploy.errors import SetupError
 from deploy.stages import Stage, TaggedStage, build
+
+if TYPE_CHECKING:
+    from services.host import StageServer
 
 _STAGE: TypeAdapter[Stage] = TypeAdapter(TaggedStage)
 
@@ -28,26 +32,25 @@ def describe(name: str, stage: Stage, grace: float) -> bytes:
     return json.dumps(content).encode() + b"\n"
 
 
-async def serve_stage(name: str, stage: Stage, grace: float, announce: Callable[[str], None]) -> None:
+async def serve_stage(
+    server: "StageServer", listen: str, grace: float, announce: Callable[[str], None]
+) -> None:
     """Serves a stage until SIGTERM or SIGINT, then drains it.
 
     Args:
-        name: Its name.
-        stage: What to serve, and where.
+        server: The stage. It is built before the event loop runs, where a signal ends the process at once.
+        listen: Where to serve it.
         grace: Seconds for live sessions to end.
         announce: Told the address once it is served.
 
     Raises:
-        StageFailedError: It cannot be built.
         OSError: The address cannot be used.
     """
-    # Loading before there are signal handlers: a signal meanwhile simply ends the process.
-    server = build(name, stage)
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in interrupts.heeded((signal.SIGTERM, signal.SIGINT)):
         loop.add_signal_handler(number, ended.set)
-    announce(await server.start(stage.listen))
+    announce(await server.start(listen))
     await ended.wait()
     await server.stop(grace)
 
@@ -65,8 +68,9 @@ def main() -> int:
 
     try:
         stage = _STAGE.validate_python(request["stage"])
+        server = build(request["name"], stage)
         asyncio.run(
-            serve_stage(request["name"], stage, request["grace"], lambda address: reply("address", address))
+            serve_stage(server, stage.listen, request["grace"], lambda address: reply("address", address))
         )
     except (SetupError, OSError) as error:
         traceback.print_exc()

@@ -3,6 +3,7 @@
 Importing this costs no model library; building a stage imports what that stage needs.
 """
 
+import ipaddress
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,8 +95,20 @@ def check_listen(address: str) -> None:
             raise ValueError(f"listen is {address!r}; the path must have 1 to 107 bytes")
         return
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"listen is {address!r}; it must be host:port (0 for any free port) or unix:path")
+    if not _is_host(host) or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
+        raise ValueError(
+            f"listen is {address!r}; it must be host:port (0 for any free port; IPv6 as [::1]:0) or unix:path"
+        )
+
+
+def _is_host(text: str) -> bool:
+    if not text.startswith("["):
+        return bool(text) and not set(text) & set(":[]/ ")
+    try:
+        ipaddress.IPv6Address(text.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return text.endswith("]")
 
 
 def missing_files(stage: Stage) -> Iterator[str]:

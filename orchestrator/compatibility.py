@@ -10,7 +10,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from stagespec.rpc import PROTOCOL_VERSION
-from stagespec.v1.stage_pb2 import GetInfoRequest, GetVocabularyRequest, StageInfo, StageKind
+from stagespec.v1.stage_pb2 import GetInfoRequest, GetInfoResponse, GetVocabularyRequest, StageInfo, StageKind
 from stagespec.v1.stage_pb2_grpc import StageServiceStub
 from stagespec.vocabulary import Vocabulary, first_difference
 
@@ -77,11 +77,15 @@ async def inspect(
     """
     started = time.monotonic()
     try:
-        response = await StageServiceStub(channel).GetInfo(
+        response: GetInfoResponse | None = await StageServiceStub(channel).GetInfo(
             GetInfoRequest(), timeout=timeout_s, wait_for_ready=wait_for_ready
         )
     except grpc.aio.AioRpcError as error:
-        return Inspection((Check("reachable", False, f"no answer ({error.code().name})"),), None)
+        return _unreachable(f"no answer ({error.code().name})")
+    except grpc.aio.BaseError:
+        return _unreachable("no answer (the connection was closed)")
+    if response is None:  # so gRPC tells that it could not be parsed
+        return _unreachable("its answer is no message of this protocol")
     info = response.info
     milliseconds = (time.monotonic() - started) * 1000
     checks = [
@@ -107,31 +111,42 @@ async def inspect(
     return Inspection(tuple(checks), info)
 
 
+def _unreachable(detail: str) -> Inspection:
+    return Inspection((Check("reachable", False, detail),), None)
+
+
 async def _check_vocabulary(
     channel: grpc.aio.Channel, info: StageInfo, required: Requirements, timeout_s: float
 ) -> Check:
     name = "vocabulary"
+    num_tokens = len(required.vocabulary.tokens)
     if not info.tokenizer_hash:
+        # A drafter's tokens are checked one by one; the verifier's are final.
+        if required.kind == StageKind.STAGE_KIND_VERIFIER and info.vocabulary_size > num_tokens:
+            detail = f"it may draw {info.vocabulary_size} token ids, the tokenizer has {num_tokens}"
+            return Check(name, False, detail)
         return Check(name, True, "works with any tokenizer")
     if info.tokenizer_hash == required.tokenizer_hash:
-        return Check(name, True, f"same tokenizer, {len(required.vocabulary.tokens)} token ids")
+        return Check(name, True, f"same tokenizer, {num_tokens} token ids")
     # Different hashes may still mean the same tokens, when somebody hashed padding ids along.
     try:
         theirs = await _fetch_vocabulary(channel, timeout_s)
-    except (grpc.aio.AioRpcError, DecodeError):
+    except (grpc.aio.BaseError, DecodeError):
         return Check(name, False, "another tokenizer hash, and its vocabulary could not be fetched")
     if not theirs.tokens:
         return Check(name, False, "another tokenizer hash, and it sends no vocabulary to compare")
     difference = first_difference(_without_padding(required.vocabulary), _without_padding(theirs))
     if difference is not None:
         return Check(name, False, difference)
-    return Check(name, True, f"another tokenizer hash, but all {len(required.vocabulary.tokens)} ids agree")
+    return Check(name, True, f"another tokenizer hash, but all {num_tokens} ids agree")
 
 
 async def _fetch_vocabulary(channel: grpc.aio.Channel, timeout_s: float) -> Vocabulary:
     tokens: list[bytes] = []
     special: set[int] = set()
     async for piece in StageServiceStub(channel).GetVocabulary(GetVocabularyRequest(), timeout=timeout_s):
+        if piece is None:  # so gRPC tells that it could not be parsed
+            raise DecodeError
         tokens.extend(piece.tokens)
         special.update(piece.special_token_ids)
     return Vocabulary(tuple(tokens), frozenset(special))

@@ -65,12 +65,12 @@ class GenerationServicer(GenerationServiceServicer):
         await context.send_initial_metadata(((REQUEST_ID_HEADER, request_id),))
         # A long text takes long to tokenize, and the event loop has other requests to serve.
         generation = await asyncio.to_thread(settle, request, request_id, self._codec, self._served_model())
-        async with self._admission.place():
+        async with self._admission.place() as place:
             account = Account(arrived)
             session = Session(self._pipeline, generation, self._settings.timeouts)
             with closing(session):
                 async with aclosing(self._decode(generation, session)) as steps:
-                    async for step in steps:
+                    while (step := await place.hold(anext(steps, None))) is not None:
                         account.add(step)
                         session.account(step)
                         for chunk in chunks(step, session.clients, per_token=generation.chunk_per_token):
@@ -93,7 +93,7 @@ class GenerationServicer(GenerationServiceServicer):
             max_nodes=model.max_nodes,
             version=_version(),
             weight_format=info.weight_format,
-            max_concurrent_requests=self._settings.admission.max_concurrent_requests,
+            max_concurrent_requests=self._admission.max_running,
         )
 
     async def Tokenize(self, request: TokenizeRequest, context: Context) -> TokenizeResponse:
@@ -113,8 +113,10 @@ class GenerationServicer(GenerationServiceServicer):
 
     def _served_model(self) -> ServedModel:
         info, speculation = self._pipeline.verifier.info, self._settings.speculation
+        num_tokens = len(self._codec.vocabulary.tokens)
         return ServedModel(
-            vocabulary_size=info.vocabulary_size or len(self._codec.vocabulary.tokens),
+            # A model may have more ids than its tokenizer has tokens; those have no text.
+            vocabulary_size=min(info.vocabulary_size or num_tokens, num_tokens),
             max_context_length=info.max_context_length or None,
             eos_token_ids=tuple(info.eos_token_ids),
             drafter_names=tuple(stage.name for stage in self._pipeline.drafters),

@@ -8,15 +8,21 @@ from stagespec.v1.observation_pb2 import ElementType, Observation, ObservationRe
 MAX_BYTES = 8 * 1024 * 1024
 """Most that waits for one drafter: half of what a message between stages may hold."""
 
+MAX_CANDIDATES = 64
+"""Most candidates that a drafter gets for each node."""
+
 
 def combine(wishes: Iterable[ObservationRequest]) -> ObservationRequest:
     """One request that serves all drafters: the most candidates, in a number format that fits all.
 
-    Where drafters want different formats they get float32, which any of them can be rounded from.
+    Where drafters want different formats they get float32, which any of them can be rounded from. A wish that
+    nobody could grant is left out: what a drafter says must not make the verifier refuse the request.
     """
     wishes = list(wishes)
-    formats = {wish.hidden_states for wish in wishes} - {ElementType.ELEMENT_TYPE_UNSPECIFIED}
-    combined = ObservationRequest(num_candidates=max((wish.num_candidates for wish in wishes), default=0))
+    formats = {wish.hidden_states for wish in wishes if wish.hidden_states in ElementType.values()}
+    formats.discard(ElementType.ELEMENT_TYPE_UNSPECIFIED)
+    most = max((wish.num_candidates for wish in wishes), default=0)
+    combined = ObservationRequest(num_candidates=min(max(most, 0), MAX_CANDIDATES))
     if formats:
         combined.hidden_states = formats.pop() if len(formats) == 1 else ElementType.ELEMENT_TYPE_FLOAT32
     return combined

@@ -120,18 +120,31 @@ class Pipeline:
             self._drafters = tuple(each for each in self._drafters if each is not old)
             self._retire(old)
 
-    async def relocate(self, name: str, address: str) -> None:
+    async def relocate(self, name: str, old_address: str, address: str) -> bool:
         """Follows a stage that was restarted elsewhere. Running requests go on with it there.
 
+        Args:
+            name: The stage's name.
+            old_address: Where it was. A stage of that name elsewhere is another one, and stays.
+            address: Where it is now.
+
+        Returns:
+            Whether the stage is in use.
+
         Raises:
-            RpcError: NOT_FOUND, or FAILED_PRECONDITION if what answers there does not fit.
+            RpcError: FAILED_PRECONDITION if what answers there does not fit.
         """
         async with self._change:
-            stage = self.verifier if name == self.verifier.name else self._find_drafter(name)
+            for stage in (self.verifier, *self._drafters):
+                if (stage.name, stage.address) == (name, old_address):
+                    break
+            else:
+                return False
             is_verifier = stage is self._verifier
             kind = StageKind.STAGE_KIND_VERIFIER if is_verifier else StageKind.STAGE_KIND_DRAFTER
             moved = await self._admit(StageAddress(name, address), kind, at_start=True)
             await stage.move(address, moved.channel, moved.info)
+            return True
 
     async def reach(self) -> dict[Stage, bool]:
         """Asks every stage for a sign of life."""

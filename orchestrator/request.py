@@ -206,7 +206,7 @@ def _settle_sampling(options: SamplingOptions, model: ServedModel, found: Violat
     found.check_range("sampling.top_k", settled.top_k, 1, model.vocabulary_size)
     found.check_range("sampling.top_p", settled.top_p, 0, 1, above_low=True)
     found.check_range("sampling.min_p", settled.min_p, 0, 1)
-    found.check_range("sampling.repetition_penalty", settled.repetition_penalty, 0, 100, above_low=True)
+    found.check_range("sampling.repetition_penalty", settled.repetition_penalty, 0.01, 100)
     found.check_range("sampling.frequency_penalty", settled.frequency_penalty, -100, 100)
     found.check_range("sampling.presence_penalty", settled.presence_penalty, -100, 100)
     found.check_count("sampling.logit_bias", len(settled.logit_bias), 1024)

@@ -6,7 +6,6 @@ What is served is in the servicers; who starts and restarts the stages is not kn
 import asyncio
 import contextlib
 import logging
-import socket
 from collections.abc import Sequence
 
 import grpc
@@ -22,6 +21,7 @@ from orchestrator.settings import OrchestratorSettings
 from orchestrator.stage import StageAddress
 from orchestrator.text import TextCodec
 from stagespec.guard import GuardInterceptor
+from stagespec.listen import bind
 from stagespec.rpc import PUBLIC_MESSAGE_BYTES, server_options
 from stagespec.v1 import generation_pb2, pipeline_pb2
 from stagespec.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
@@ -33,6 +33,7 @@ _SERVICES = (
     generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
     pipeline_pb2.DESCRIPTOR.services_by_name["PipelineService"].full_name,
 )
+_FAREWELL_S = 0.5
 _CLEANUP_S = 5.0
 
 
@@ -94,13 +95,26 @@ class OrchestratorServer:
         reflected = (*_SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
         reflection.enable_server_reflection((*reflected, reflection.SERVICE_NAME), server)
 
-        address = bind(server, listen)
+        try:
+            address, refusal = bind(server, listen), ""
+        except OSError as error:
+            address, refusal = "", str(error)
+        if refusal:
+            # Raised out here, since gRPC cannot clean up a server that a traceback keeps alive.
+            await server.stop(None)
+            del server
+            raise OSError(refusal)
         self._server = server
         try:
             await self.pipeline.connect(*self._addresses)
+            # Better to wait here, in order, than to be turned away there.
+            most = self.pipeline.verifier.info.max_sessions
+            if most > 0:
+                self._admission.max_running = min(self._admission.max_running, most)
             await server.start()
         except BaseException:
             await self.stop(0)
+            del server
             raise
         for service in ("", *_SERVICES):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
@@ -113,42 +127,12 @@ class OrchestratorServer:
         self._admission.drain()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._admission.wait_idle(), grace)
+        self._admission.withdraw()
         if self._server is not None:
-            await self._server.stop(None)
+            # Time for those answers to leave; what is then left gets a status of gRPC's own.
+            await self._server.stop(_FAREWELL_S)
             self._server = None
         # gRPC doesn't wait for the handlers it cancelled, and they free the sessions.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._admission.wait_idle(), _CLEANUP_S)
         await self.pipeline.close()
-
-
-def bind(server: grpc.aio.Server, listen: str) -> str:
-    """Makes a server listen, and refuses an address that another one has.
-
-    Returns:
-        The address with the port that was chosen.
-
-    Raises:
-        OSError: The address is taken or cannot be used.
-    """
-    is_path = listen.startswith("unix:")
-    try:
-        # gRPC would take a living server's socket away without a word.
-        port = 0 if is_path and _is_served(listen.removeprefix("unix:")) else server.add_insecure_port(listen)
-    except RuntimeError:
-        port = 0
-    if port == 0:
-        raise OSError(
-            f"cannot listen on {listen}: it is in use, or is no address of this host"
-            " (host:port, or unix:path with at most 107 characters)"
-        )
-    return listen if is_path else f"{listen.rpartition(':')[0]}:{port}"
-
-
-def _is_served(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(path)
-        except OSError:
-            return False
-    return True

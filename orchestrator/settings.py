@@ -46,7 +46,7 @@ class AdmissionSettings:
     """How many requests are taken at once.
 
     Attributes:
-        max_concurrent_requests: Requests generated at the same time.
+        max_concurrent_requests: Requests generated at the same time, if the verifier has as many sessions.
         max_waiting_requests: Requests that may wait for their turn; more are refused.
         default_max_tokens: Tokens to generate when a request does not say.
     """

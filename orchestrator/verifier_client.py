@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeGuard
 
 import grpc
 
@@ -30,6 +31,9 @@ _log = logging.getLogger(__name__)
 
 _PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 """What a stage that is going away or coming back answers."""
+
+_FULL = "TOO_MANY_SESSIONS"
+"""What a stage answers that has yet to notice that other requests have ended."""
 
 _MOST_RETRIES = 3
 
@@ -85,7 +89,7 @@ class VerifierClient:
 
         Raises:
             RpcError: UNAVAILABLE (VERIFIER_LOST) if it did not come back in time, INTERNAL (BROKEN_VERDICT)
-                if what it decided cannot be, or its own refusal.
+                if what it decided cannot be, or its own refusal; that it has no room only if that lasts.
         """
         replies = await self._ask(self._question(context, draft, step_id))
         message = replies[-1].verdict
@@ -124,7 +128,7 @@ class VerifierClient:
                     lost_at = time.monotonic()
                     _log.warning("the verifier gave no verdict and is waited for: %s", error.reason)
                 if time.monotonic() - lost_at > self._recovery_s:
-                    raise _lost(self._recovery_s) from error
+                    raise _given_up(error, self._recovery_s) from error
                 await asyncio.sleep(self._stream.retry_delay)
             else:
                 if num_failures > 0:
@@ -139,7 +143,10 @@ class VerifierClient:
         except StageError as error:
             if error.overdue:
                 self._stream.abandon()
-            self._stage.note_silence(error.reason)
+            if _is_refusal(error.status):
+                self._stage.note_answer()
+            else:
+                self._stage.note_silence(error.reason)
             self.count(Counters(num_calls=1, num_failures=1, seconds=time.monotonic() - started))
             raise
         self._stage.note_answer()
@@ -201,17 +208,24 @@ def find_flaw(
 
 
 def _raise_if_final(error: StageError, num_failures: int) -> None:
-    if error.status is None or error.status.code in _PASSING:
+    if error.status is None or error.status.code in _PASSING or error.status.reason == _FULL:
         return
-    # A reason of its own shows that the text was written for callers. Anything else may be internal; it may
-    # also be all that is left of a process that died, which is worth another try.
-    if error.status.reason != error.status.code.name:
+    # What is no refusal may be internal; it may also be all that is left of a process that died, which is
+    # worth another try.
+    if _is_refusal(error.status):
         raise error.status from error
     if num_failures >= _MOST_RETRIES:
         raise _FAILED from error
 
 
-def _lost(recovery_s: float) -> RpcError:
+def _is_refusal(status: RpcError | None) -> TypeGuard[RpcError]:
+    # A reason of its own shows that the stage is well and that the text was written for callers.
+    return status is not None and status.code not in _PASSING and status.reason != status.code.name
+
+
+def _given_up(error: StageError, recovery_s: float) -> RpcError:
+    if error.status is not None and error.status.reason == _FULL:
+        return error.status
     return RpcError(
         grpc.StatusCode.UNAVAILABLE,
         "VERIFIER_LOST",

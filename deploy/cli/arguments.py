@@ -1,6 +1,7 @@
 """What several subcommands read from the command line alike."""
 
 import argparse
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,17 @@ def load_config(args: argparse.Namespace, *, listen: str | None = None) -> "Conf
     from deploy.config import load, override
 
     return override(load(args.config), listen=listen, launcher=args.launcher)
+
+
+def duration(text: str) -> float:
+    """An argparse type for seconds from 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"{text} must be a number of seconds from 0")
+    return value
 
 
 def positive(text: str) -> int:

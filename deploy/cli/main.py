@@ -42,7 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         Its exit code: 0 if all went well, 1 if it failed, 2 if the arguments are wrong.
     """
-    args = parser().parse_args(arguments)
+    try:
+        # Importing what the arguments need takes long enough to be interrupted.
+        return _run(parser().parse_args(arguments))
+    except KeyboardInterrupt:
+        return 130  # 128 and the number of SIGINT, as shells have it
+
+
+def _run(args: argparse.Namespace) -> int:
     level = logging.DEBUG if args.debug else getattr(args, "log_level", logging.WARNING)
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     from stagespec.rpc import RpcError
@@ -51,8 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = args.run(args)
     except (SetupError, RpcError) as error:
         return _fail(str(error), args.debug)
-    except KeyboardInterrupt:
-        return 130  # 128 and the number of SIGINT, as shells have it
     except BrokenPipeError:
         return 1  # whoever read our output has seen enough
     except Exception as error:

@@ -9,7 +9,7 @@ import types
 import typing
 from typing import TYPE_CHECKING, Any
 
-from deploy.cli.arguments import add_config_file
+from deploy.cli.arguments import add_config_file, duration
 from services.draft.settings import DraftSettings
 from services.ngram.settings import NgramSettings
 from services.target.settings import TargetSettings
@@ -35,7 +35,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         child.add_argument("--listen", metavar="ADDRESS", help="host:port (0 for any port) or unix:path")
         child.add_argument("--name", help=f"name of the stage; default: {kind}")
         child.add_argument(
-            "--grace", type=float, default=10.0, help="seconds for live sessions at the end (10)"
+            "--grace", type=duration, default=10.0, help="seconds for live sessions at the end (10)"
         )
         add_config_file(child)
         for field in dataclasses.fields(settings):
@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
     from deploy.errors import SetupError
     from deploy.stage_process import serve_stage
+    from deploy.stages import build
 
     name = args.name or args.kind
     stage = _stage(name, args)
@@ -57,8 +58,9 @@ def run(args: argparse.Namespace) -> int:
         # Programs wait for this line.
         print(f"listening on {address}", flush=True)
 
+    server = build(name, stage)
     try:
-        asyncio.run(serve_stage(name, stage, args.grace, announce))
+        asyncio.run(serve_stage(server, stage.listen, args.grace, announce))
     except OSError as error:
         raise SetupError(str(error)) from error
     return 0

@@ -107,6 +107,23 @@ async def test_overload_is_refused_at_once_and_others_are_served():
         assert (await second).end.timings.queue.ToNanoseconds() > 0
 
 
+async def test_more_requests_than_the_verifier_has_sessions_wait_for_their_turn():
+    fake, gate = verifier(max_sessions=2), asyncio.Event()
+
+    async def wait(request: Any) -> None:
+        await gate.wait()
+
+    fake.before_answer = wait
+    async with serve(CODEC, fake) as o:
+        assert (await o.generation.GetModelInfo(GetModelInfoRequest())).max_concurrent_requests == 2
+        generations = [asyncio.create_task(o.generate(stop={"max_tokens": 3})) for _ in range(3)]
+        while not (shown := await o.pipeline.GetPipeline(GetPipelineRequest())).num_waiting_requests:
+            await asyncio.sleep(0.001)
+        assert shown.num_running_requests == 2
+        gate.set()
+        assert [len(each.token_ids) for each in await asyncio.gather(*generations)] == [3, 3, 3]
+
+
 async def test_draining_lets_running_requests_end_and_refuses_new_ones():
     fake, gate = verifier(), asyncio.Event()
 
@@ -145,7 +162,9 @@ async def test_stopping_without_grace_ends_requests_and_frees_every_stage():
         while not fake.live_sessions:
             await asyncio.sleep(0.001)
         await o.server.stop(0)
-        assert (await refusal).code is grpc.StatusCode.UNAVAILABLE
+        error = await refusal
+        assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+        assert error.retry_after is not None
         await no_sessions(fake, draft)
 
 

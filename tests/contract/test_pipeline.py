@@ -310,8 +310,54 @@ async def test_relocation_is_checked_too():
     draft, misfit = drafter("draft"), drafter("draft", vocabulary=exchanged(5, 6))
     async with serve(CODEC, verifier(), [draft]) as o, running(misfit):
         with pytest.raises(RpcError, match="token id 5"):
-            await o.server.pipeline.relocate("draft", misfit.address)
-        with pytest.raises(RpcError, match="no drafter is named 'nope'"):
-            await o.server.pipeline.relocate("nope", misfit.address)
+            await o.server.pipeline.relocate("draft", draft.address, misfit.address)
+        assert not await o.server.pipeline.relocate("nope", draft.address, misfit.address)
         await o.generate(stop={"max_tokens": 10})
         assert draft.num_requests > 0
+
+
+async def test_the_restart_of_a_drafter_that_was_replaced_leaves_its_successor_alone():
+    old, successor, restarted = drafter("draft"), drafter("draft"), drafter("draft")
+    async with serve(CODEC, verifier(), [old]) as o, running(successor, restarted):
+        address = DrafterAddress(name="draft", address=successor.address)
+        await o.pipeline.SwapDrafter(SwapDrafterRequest(name="draft", successor=address))
+        assert not await o.server.pipeline.relocate("draft", old.address, restarted.address)
+        await o.generate(stop={"max_tokens": 10})
+        assert (successor.num_requests > 0, restarted.num_requests) == (True, 0)
+
+
+async def test_a_verifier_with_ids_that_the_tokenizer_lacks_stops_the_start():
+    fake = verifier()
+    fake.info.tokenizer_hash, fake.info.vocabulary_size = "", SIZE + 3
+    async with running(fake):
+        server = OrchestratorServer(
+            OrchestratorSettings(timeouts=PATIENT), CODEC, StageAddress("target", fake.address), []
+        )
+        with pytest.raises(RpcError, match=f"may draw {SIZE + 3} token ids, the tokenizer has {SIZE}"):
+            await server.start("127.0.0.1:0")
+
+
+async def test_a_stage_that_answers_garbage_is_down_and_the_others_are_shown():
+    async def garbage(request: bytes, context: Any) -> bytes:
+        return b"\xff\xff\xff"
+
+    server = grpc.aio.server()
+    handler = grpc.unary_unary_rpc_method_handler(garbage)
+    server.add_generic_rpc_handlers(
+        [grpc.method_handlers_generic_handler("stagespec.v1.StageService", {"GetInfo": handler})]
+    )
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    async with serve(CODEC, verifier(), [drafter("bad"), drafter("good")]) as o:
+        checked = await o.pipeline.CheckDrafter(CheckDrafterRequest(drafter=DrafterAddress(address=address)))
+        assert [(check.name, check.passed) for check in checked.checks] == [("reachable", False)]
+        assert "no message of this protocol" in checked.checks[0].detail
+        bad = o.server.pipeline.drafters[0]
+        await bad.move(address, grpc.aio.insecure_channel(address), bad.info)
+        shown = await o.pipeline.GetPipeline(GetPipelineRequest())
+        assert [stage.state for stage in (*shown.drafters, shown.verifier)] == [
+            StageState.STAGE_STATE_DOWN,
+            StageState.STAGE_STATE_READY,
+            StageState.STAGE_STATE_READY,
+        ]
+    await server.stop(None)

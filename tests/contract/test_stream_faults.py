@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
+from stagespec.rpc import RpcError
 from stagespec.v1.drafter_pb2 import ProposeResponse
 from stagespec.v1.generation_pb2_grpc import GenerationServiceStub
 from stagespec.v1.observation_pb2 import Candidates, ElementType, Observation, ObservationRequest
@@ -150,7 +151,7 @@ async def test_a_killed_drafter_is_used_again_after_its_restart_elsewhere():
         assert shown.state == StageState.STAGE_STATE_DOWN
         assert shown.idle_reason
         await alive.start()
-        await o.server.pipeline.relocate("draft", alive.address)
+        assert await o.server.pipeline.relocate("draft", dead.address, alive.address)
         second.go_on.set()
         generated = await generation
         assert generated.token_ids == await expected()
@@ -230,7 +231,7 @@ async def test_a_killed_verifier_goes_on_elsewhere_with_the_same_tokens(at_step,
         await dead.stop()
         await alive.start(address if same_address else "127.0.0.1:0")
         if not same_address:
-            await o.server.pipeline.relocate("target", alive.address)
+            assert await o.server.pipeline.relocate("target", address, alive.address)
         generated = await generation
         assert generated.token_ids == await expected()
         assert alive.deltas[0].base_length == 0
@@ -272,8 +273,9 @@ async def test_a_verifier_that_stays_away_is_an_error_and_what_was_sent_is_right
         assert fake.live_sessions == 0
         # The next request is served as soon as the verifier is.
         fake.before_answer = None
+        old_address = fake.address
         await fake.start()
-        await o.server.pipeline.relocate("target", fake.address)
+        await o.server.pipeline.relocate("target", old_address, fake.address)
         assert (await run(o, 10)).token_ids == (await expected())[:10]
 
 
@@ -330,6 +332,38 @@ async def test_a_verifier_that_fails_on_one_request_fails_that_one_alone():
         assert error.reason == "VERIFIER_FAILED"
         assert "secret" not in error.message
         assert (await other).token_ids == (await expected())[:30]
+
+
+async def test_a_verifier_that_refuses_one_request_is_not_in_trouble():
+    fake = verifier()
+
+    async def refuse(request: VerifyRequest) -> None:
+        raise RpcError(grpc.StatusCode.INTERNAL, "NUMERICAL_ERROR", "the logits are not numbers")
+
+    fake.before_answer = refuse
+    async with serve(CODEC, fake) as o:
+        assert (await o.refusal(make_request())).reason == "NUMERICAL_ERROR"
+        shown = (await o.pipeline.GetPipeline(GetPipelineRequest())).verifier
+        assert (shown.state, shown.idle_reason) == (StageState.STAGE_STATE_READY, "")
+
+
+async def test_a_verifier_without_room_is_waited_for_and_says_so_if_that_lasts():
+    fake, num_refusals = verifier(), 5
+
+    async def full(request: VerifyRequest) -> None:
+        nonlocal num_refusals
+        if num_refusals:
+            num_refusals -= 1
+            raise RpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_SESSIONS", "full", retry_after=1.0)
+
+    fake.before_answer = full
+    async with serve(CODEC, fake) as o:
+        assert (await run(o, 10)).token_ids == await expected(10)
+    num_refusals = 10**9
+    async with serve(CODEC, fake, timeouts=replace(PATIENT, verifier_recovery_s=0.05)) as o:
+        error = await o.refusal(make_request())
+        assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_SESSIONS")
+        assert error.retry_after == 1.0
 
 
 # Cancelling
@@ -415,6 +449,27 @@ async def test_observations_reach_the_drafters_that_asked():
     assert [o.candidates[0].token_id for o in nosy.requests[1].observations] == [0, 1]
     assert all(not o.hidden_states for r in nosy.requests for o in r.observations)
     assert not any(request.observations for request in plain.requests)
+
+
+async def test_wishes_that_cannot_be_granted_do_not_reach_the_verifier():
+    fake, asked = verifier(hidden_size=2), []
+
+    def note(request: VerifyRequest, response: VerifyResponse) -> list[VerifyResponse]:
+        asked.append(request.observations)
+        return [response]
+
+    fake.tamper = note
+    unknown: Any = 99  # protobuf carries values of an enum that nobody has named yet
+    wishes = {
+        "format": (ObservationRequest(hidden_states=unknown), ObservationRequest()),
+        "below 0": (ObservationRequest(num_candidates=-1), ObservationRequest()),
+        "endless": (ObservationRequest(num_candidates=2**31 - 1), ObservationRequest(num_candidates=64)),
+    }
+    for name, (wish, granted) in wishes.items():
+        async with serve(CODEC, fake, [drafter(name, oracle(TARGET, 3), observations=wish)]) as o:
+            await run(o, 10)
+        assert all(request == granted for request in asked), name
+        asked.clear()
 
 
 async def test_nothing_is_observed_unless_asked_for():

@@ -1,9 +1,12 @@
 """The command line: wrong arguments and missing things end in one clear line and a non-zero exit."""
 
+import asyncio
 import json
+import signal
 
 import pytest
 
+from deploy import interrupts
 from deploy.cli.main import main
 from deploy.errors import SetupError
 from deploy.exactness import Difference, Report
@@ -18,6 +21,9 @@ from deploy.prompts import Prompt, read_prompts
         (["generate", "x", "--mode", "magic"], "magic"),
         (["bench"], "--check-exact"),
         (["stage", "magic"], "magic"),
+        (["stage", "ngram", "--grace", "nan"], "from 0"),
+        (["stage", "ngram", "--grace", "inf"], "from 0"),
+        (["stage", "ngram", "--grace", "-5"], "from 0"),
         (["serve", "--launcher", "docker"], "docker"),
         ([], "COMMAND"),
     ],
@@ -47,6 +53,34 @@ def test_what_is_missing_is_said_in_one_line(tmp_path, monkeypatch, capsys):
         assert says in found.out + found.err, arguments
         assert "Traceback" not in found.err
         assert len(found.err.strip().splitlines()) <= 1
+
+
+def test_an_interrupt_while_a_stage_loads_ends_at_once(monkeypatch):
+    def build(name, stage):
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("loading went on")
+
+    monkeypatch.setattr("deploy.stages.build", build)
+    assert main(["stage", "ngram", "--listen", "127.0.0.1:0"]) == 130
+
+
+def test_an_interrupt_while_the_command_line_loads_is_no_traceback(monkeypatch):
+    monkeypatch.setattr("deploy.cli.main.parser", lambda: signal.raise_signal(signal.SIGINT))
+    assert main(["serve"]) == 130
+
+
+@pytest.mark.parametrize(("ignored", "code"), [(True, 7), (False, 129)])
+def test_a_hangup_that_nohup_ignores_stays_ignored(ignored, code):
+    async def work() -> int:
+        signal.raise_signal(signal.SIGHUP)
+        await asyncio.sleep(0.05)
+        return 7
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        assert interrupts.run(work()) == code
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_check_config_tells_good_from_bad(tmp_path, capsys):

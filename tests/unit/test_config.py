@@ -38,6 +38,19 @@ def write(tmp_path: Path, text: str) -> Path:
         ),
         ("stages: {t: {kind: target, settings: {model: '${home}/m'}}}\n", ["${home}", "${cache}"]),
         ("stages: [", ["not YAML"]),
+        (MINIMAL + MINIMAL, ["stages is there twice", "line 2"]),
+        ("stages: {a: {kind: ngram}, a: {kind: ngram}}\n", ["a is there twice"]),
+        (MINIMAL + "listen: a:b:c:1\n", ["listen", "a:b:c:1", "[::1]"]),
+        (MINIMAL + "listen: '[a:b]:1'\n", ["listen", "[a:b]:1"]),
+        (
+            "stages: {t: {kind: target, settings: {model: /m}, listen: 'h:7'},"
+            " n: {kind: ngram, listen: 'h:7'}}\n",
+            ["stages.n.listen", "h:7", "stage t"],
+        ),
+        (
+            "listen: 'h:7'\nstages: {t: {kind: target, settings: {model: /m}, listen: 'h:7'}}\n",
+            ["stages.t.listen", "h:7", "public API"],
+        ),
         ("3\n", ["mapping"]),
     ],
 )
@@ -66,6 +79,7 @@ def test_the_default_is_the_bundled_pair_and_survives_a_round_trip(monkeypatch, 
     assert (name, target.settings.model) == ("target", f"{tmp_path}/smollm2-135m-instruct")
     assert parse(dump(config)) == config
     assert override(config, listen="127.0.0.1:9", launcher="process").launcher == "process"
+    assert override(config, listen="[::1]:0").listen == "[::1]:0"
     with pytest.raises(ConfigError, match="99999"):
         override(config, listen="127.0.0.1:99999")
 

@@ -42,7 +42,7 @@ REFUSED = [
             ("top_k", "from 1 to 17", [0, 18, -1]),
             ("top_p", "above 0 and at most 1", [0.0, 1.1, NAN]),
             ("min_p", "from 0 to 1", [-0.1, 1.1, NAN]),
-            ("repetition_penalty", "above 0 and at most 100", [0.0, -1.0, 101.0, NAN, INF]),
+            ("repetition_penalty", "from 0.01 to 100", [0.0, 0.009, -1.0, 101.0, NAN, INF]),
             ("frequency_penalty", "from -100 to 100", [-101.0, 101.0, NAN, -INF]),
             ("presence_penalty", "from -100 to 100", [-101.0, 101.0, NAN, INF]),
         ]

@@ -195,7 +195,7 @@ class SamplingOptions(_message.Message):
     min_p: _builtins.float
     """Drop tokens less likely than this share of the most likely one, from 0 to 1. Unset: none."""
     repetition_penalty: _builtins.float
-    """Makes tokens of the context less likely (above 1) or more likely (below 1), above 0 up to 100. Unset: 1."""
+    """Makes tokens of the context less likely (above 1) or more likely (below 1), from 0.01 to 100. Unset: 1."""
     frequency_penalty: _builtins.float
     """Subtracted once for each time a token was generated, from -100 to 100. Unset: 0."""
     presence_penalty: _builtins.float
