@@ -129,21 +129,20 @@ class DraftEngine:
 
     def run(self, jobs: Sequence[DraftJob]) -> None:
         """See `services.engine.Engine`."""
-        unseen = [self._unseen(job) for job in jobs]
-        needs = [
-            Need(len(job.context) - job.rows.path_length, len(nodes), arrived)
-            for job, nodes, arrived in ((j.session, n, j.arrived) for j, n in zip(jobs, unseen, strict=True))
-        ]
-        ready = [i for i, need in enumerate(needs) if not need.num_context and not need.num_nodes]
-        for index in ready:
-            self._answer(jobs[index])
-        waiting = [i for i in range(len(jobs)) if i not in ready]
+        waiting: list[tuple[DraftJob, list[int]]] = []
+        needs: list[Need] = []
+        for job in jobs:
+            num_missing = len(job.session.context) - job.session.rows.path_length
+            unseen = self._unseen(job)
+            if num_missing or unseen:
+                waiting.append((job, unseen))
+                needs.append(Need(num_missing, len(unseen), job.arrived))
+            else:
+                self._conclude(job)
         if not waiting:
             return
-        shares = share_pass(
-            [needs[i] for i in waiting], max_rows=MAX_PASS_ROWS, chunk=self._settings.prefill_chunk
-        )
-        turns = [_lay_out(jobs[waiting[at]], unseen[waiting[at]], num) for at, num in shares]
+        shares = share_pass(needs, max_rows=MAX_PASS_ROWS, chunk=self._settings.prefill_chunk)
+        turns = [_lay_out(*waiting[index], num_context) for index, num_context in shares]
         begin = time.perf_counter()
         outputs = forward(self._loaded.model, [turn.segment for turn in turns])
         spent = time.perf_counter() - begin
@@ -153,11 +152,18 @@ class DraftEngine:
             session.num_rows += turn.segment.num_new
             session.num_passes += 1
             if session.rows.path_length == len(session.context):
-                try:
-                    self._learn(turn, output)
-                    self._answer(turn.job)
-                except Exception as error:
-                    turn.job.error = error
+                self._conclude(turn.job, turn, output)
+
+    def _conclude(self, job: DraftJob, turn: _Turn | None = None, output: Output | None = None) -> None:
+        """Learns from the job's pass, if it took one, and answers. A fault stays with the job."""
+        begin = time.perf_counter()
+        try:
+            if turn is not None and output is not None:
+                self._learn(turn, output)
+            job.answer = self._grow(job)
+        except Exception as error:
+            job.error = error
+        job.spend("grow", time.perf_counter() - begin)
 
     def _unseen(self, job: DraftJob) -> list[int]:
         """The hint's nodes that have no row yet, as far as the context limit lets them have one."""
@@ -175,7 +181,6 @@ class DraftEngine:
 
     def _learn(self, turn: _Turn, output: Output) -> None:
         """Keeps the candidates after the context's end and after each node that ran."""
-        begin = time.perf_counter()
         job, session = turn.job, turn.job.session
         hint, children = job.task.hint, job.task.hint.children()
         nodes = [ROOT, *turn.nodes] if turn.num_context else list(turn.nodes)
@@ -192,19 +197,14 @@ class DraftEngine:
             row = session.row_of(place.path)
             assert row is not None
             session.known[row] = candidates
-        job.spend("grow", time.perf_counter() - begin)
 
-    def _answer(self, job: DraftJob) -> None:
+    def _grow(self, job: DraftJob) -> Proposal:
         """Grows the tree from what is known."""
-        begin = time.perf_counter()
         session, task = job.session, job.task
-        if session.context:
-            growth = grow(session.candidates_after, task.hint, task.budget, task.drafter_index)
-            draft, gain = growth.draft, growth.next_round_gain
-        else:
-            draft, gain = EMPTY_DRAFT, 0.0
-        job.answer = Proposal(draft, gain, session.num_passes, session.num_rows)
-        job.spend("grow", time.perf_counter() - begin)
+        if not session.context:
+            return Proposal(EMPTY_DRAFT)
+        growth = grow(session.candidates_after, task.hint, task.budget, task.drafter_index)
+        return Proposal(growth.draft, growth.next_round_gain, session.num_passes, session.num_rows)
 
 
 def _lay_out(job: DraftJob, unseen: Sequence[int], num_context: int) -> _Turn:
