@@ -1,8 +1,11 @@
 """What every stage that runs a causal language model can be told."""
 
+import re
 from dataclasses import dataclass
 
 DTYPES = ("float32", "bfloat16", "float16")
+DEVICE = re.compile(r"(cpu|cuda|mps|xpu)(:\d+)?")
+MAX_THREADS = 1024
 MIN_CONTEXT_LENGTH = 16
 """The load check needs this much."""
 
@@ -34,6 +37,12 @@ class ModelSettings:
     def __post_init__(self) -> None:
         if not self.model:
             raise ValueError("model is empty: name a folder or a hub id")
+        if not DEVICE.fullmatch(self.device):
+            raise ValueError(
+                f"device is {self.device!r} and must be cpu, cuda, mps or xpu, perhaps with :NUMBER"
+            )
+        if self.num_threads is not None and self.num_threads > MAX_THREADS:
+            raise ValueError(f"num_threads is {self.num_threads} and must be at most {MAX_THREADS}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r} and must be one of {', '.join(DTYPES)}")
         least = {

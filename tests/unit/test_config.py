@@ -30,6 +30,14 @@ def write(tmp_path: Path, text: str) -> Path:
         ("stages: {a: {kind: magic}}\n", ["stages.a", "magic", "ngram, draft or target"]),
         ("stages: {a: {settings: {}}}\n", ["stages.a", "no kind"]),
         ("stages: {t: {kind: target, settings: {model: /m, dtype: int3}}}\n", ["stages.t", "dtype", "int3"]),
+        (
+            "stages: {t: {kind: target, settings: {model: /m, device: banana}}}\n",
+            ["stages.t", "device", "banana"],
+        ),
+        (
+            "stages: {t: {kind: target, settings: {model: /m, num_threads: 9999}}}\n",
+            ["num_threads", "9999", "1024"],
+        ),
         ("stages: {t: {kind: target, settings: {model: /m, max_sessions: 0}}}\n", ["max_sessions", "0", "1"]),
         ("stages: {t: {kind: target, settings: {model: /m}, ray: {num_cpus: 0}}}\n", ["num_cpus", "0"]),
         (
