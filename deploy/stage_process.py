@@ -10,9 +10,8 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
@@ -61,7 +60,7 @@ def main() -> int:
     # Whatever a library prints must not end up among the replies.
     os.dup2(2, 1)
     request = json.loads(sys.stdin.buffer.readline())
-    threading.Thread(target=_die_with_launcher, args=(sys.stdin.buffer,), daemon=True).start()
+    threading.Thread(target=_die_with_launcher, args=(sys.stdin.fileno(),), daemon=True).start()
 
     def reply(key: str, text: str) -> None:
         print(json.dumps({key: text}), file=replies, flush=True)
@@ -73,15 +72,16 @@ def main() -> int:
             serve_stage(server, stage.listen, request["grace"], lambda address: reply("address", address))
         )
     except (SetupError, OSError) as error:
-        traceback.print_exc()
         reply("error", str(error))
         return 1
     return 0
 
 
-def _die_with_launcher(pipe: BinaryIO) -> None:
-    # A launcher that was killed cannot tell anyone to stop; the end of its pipe can.
-    pipe.read()
+def _die_with_launcher(pipe: int) -> None:
+    # A launcher that was killed cannot tell anyone to stop; the end of its pipe can. Read below Python's own
+    # buffers, whose lock this thread would still hold when the interpreter shuts down.
+    while os.read(pipe, 1024):
+        pass
     os._exit(1)
 
 

@@ -5,6 +5,7 @@ tokens. How a stage is called is not known here.
 """
 
 import asyncio
+import logging
 from collections.abc import Sequence
 
 import grpc
@@ -16,6 +17,8 @@ from orchestrator.stage import Stage, StageAddress, connect
 from stagespec.rpc import FieldViolation, RpcError, invalid_argument
 from stagespec.v1.stage_pb2 import StageKind
 from stagespec.vocabulary import Vocabulary
+
+_log = logging.getLogger(__name__)
 
 TARGET_ORIGIN = "target"
 """Origin of the tokens that the target itself drew; no drafter may have this name."""
@@ -94,6 +97,7 @@ class Pipeline:
                 raise invalid_argument([FieldViolation("index", limit)])
             stage = await self._admit(drafter, StageKind.STAGE_KIND_DRAFTER)
             self._drafters = (*self._drafters[:position], stage, *self._drafters[position:])
+            _log.info("drafter %s at %s joined the pipeline", drafter.name, drafter.address)
 
     async def swap(self, name: str, successor: StageAddress) -> None:
         """Replaces a drafter. If it fails, the old one stays.
@@ -108,6 +112,7 @@ class Pipeline:
             stage = await self._admit(successor, StageKind.STAGE_KIND_DRAFTER)
             self._drafters = tuple(stage if each is old else each for each in self._drafters)
             self._retire(old)
+            _log.info("drafter %s was replaced by %s at %s", name, successor.name, successor.address)
 
     async def remove(self, name: str) -> None:
         """Takes a drafter out of the line.
@@ -119,6 +124,7 @@ class Pipeline:
             old = self._find_drafter(name)
             self._drafters = tuple(each for each in self._drafters if each is not old)
             self._retire(old)
+            _log.info("drafter %s left the pipeline", name)
 
     async def relocate(self, name: str, old_address: str, address: str) -> bool:
         """Follows a stage that was restarted elsewhere. Running requests go on with it there.

@@ -123,6 +123,7 @@ class OrchestratorServer:
 
     async def stop(self, grace: float) -> None:
         """Refuses new requests, lets running ones end for `grace` seconds, then ends them."""
+        _log.info("draining: running requests have %.0f s to end", grace)
         await self._health.enter_graceful_shutdown()
         self._admission.drain()
         with contextlib.suppress(TimeoutError):

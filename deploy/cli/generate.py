@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     from stagespec.v1.pipeline_pb2 import GetPipelineResponse
     from stagespec.v1.verifier_pb2 import TokenLogprobs
 
+SAMPLING_HELP = {
+    "top_p": "the likeliest tokens that reach this probability",
+    "min_p": "tokens with at least this share of the likeliest one's probability",
+    "repetition_penalty": "above 1: tokens of the context become less likely",
+    "frequency_penalty": "subtracted for each time a token was generated",
+    "presence_penalty": "subtracted from every token that was generated",
+}
 SAMPLING = ("top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed")
 
 
@@ -31,23 +38,32 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="text to continue, UTF-8")
     prompt.add_argument("--chat", metavar="TEXT", help="what a user says, through the chat template")
     prompt.add_argument("--humaneval", type=int, metavar="N", help="HumanEval prompt number N, from 0")
-    parser.add_argument("--mode", choices=("off", "ngram", "draft", "staged"), default="staged")
-    parser.add_argument("--max-tokens", type=positive, metavar="N")
-    parser.add_argument("--min-tokens", type=int, metavar="N")
+    parser.add_argument(
+        "--mode",
+        choices=("off", "ngram", "draft", "staged"),
+        default="staged",
+        help="drafters to use; default: staged, all of the pipeline",
+    )
+    parser.add_argument(
+        "--max-tokens", type=positive, metavar="N", help="default: the server's, see its configuration"
+    )
+    parser.add_argument("--min-tokens", type=int, metavar="N", help="end tokens and stops wait for so many")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy")
-    parser.add_argument("--top-k", type=int, metavar="K")
+    parser.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest tokens")
     for name in SAMPLING[1:-1]:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="X")
+        parser.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="X", help=SAMPLING_HELP[name])
     parser.add_argument("--seed", type=int, metavar="N", help="default: the server draws one and shows it")
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="may be given several times"
     )
-    parser.add_argument("--stop-token", action="append", default=[], type=int, metavar="ID")
+    parser.add_argument("--stop-token", action="append", default=[], type=int, metavar="ID", help="likewise")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after end-of-sequence tokens")
     parser.add_argument("--logprobs", type=int, metavar="N", help="log probabilities with N alternatives")
     parser.add_argument("--max-nodes", type=int, metavar="N", help="most nodes in a draft")
     parser.add_argument("--max-depth", type=int, metavar="N", help="most levels in a draft")
-    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto")
+    parser.add_argument(
+        "--color", choices=("auto", "always", "never"), default="auto", help="by who proposed each token"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     add_server(parser)
     parser.set_defaults(run=run)
@@ -188,7 +204,7 @@ async def _show(
     client: "Client", request: "GenerateRequest", pipeline: "GetPipelineResponse", color: str
 ) -> None:
     """Prints the text as it comes, then what it took."""
-    from deploy.cli.output import Palette, note, table
+    from deploy.cli.output import Palette, table
     from stagespec.v1.generation_pb2 import CHUNK_GRANULARITY_TOKEN, Completion
 
     palette = Palette(
@@ -197,17 +213,25 @@ async def _show(
     )
     # Token by token, so that each piece of text has one origin.
     request.chunk_granularity = CHUNK_GRANULARITY_TOKEN
-    if request.HasField("text"):
-        sys.stdout.write(request.text)
-    async for event in client.generate(request):
-        if isinstance(event, Completion):
-            end = event
-            continue
-        sys.stdout.write(palette.paint(event.text, event.origins[-1] if event.origins else "target"))
-        for entry in event.logprobs:
-            note(_logprob_line(event.token_ids, entry))
-        sys.stdout.flush()
-    print("\n")
+    logprobs: list[str] = []
+    begun = False
+    try:
+        async for event in client.generate(request):
+            if isinstance(event, Completion):
+                end = event
+                continue
+            if not begun:
+                # Not before the server has taken the request: an error should not stand behind a prompt.
+                sys.stdout.write(request.text)
+                begun = True
+            sys.stdout.write(palette.paint(event.text, event.origins[-1] if event.origins else "target"))
+            sys.stdout.flush()
+            logprobs += [_logprob_line(event.token_ids[-1], event.text, entry) for entry in event.logprobs]
+    finally:
+        if begun:
+            print("\n", flush=True)
+    for line in logprobs:
+        print(line)
     if palette.legend():
         print(palette.legend())
     for line in _summary(end):
@@ -247,9 +271,9 @@ def _summary(end: "Completion") -> "Iterator[str]":
     )
 
 
-def _logprob_line(token_ids: Any, entry: "TokenLogprobs") -> str:
+def _logprob_line(token_id: int, text: str, entry: "TokenLogprobs") -> str:
     tops = ", ".join(
         f"{token_id} {log_prob:.3f}"
         for token_id, log_prob in zip(entry.top_token_ids, entry.top_log_probs, strict=True)
     )
-    return f"token {token_ids[-1]}: {entry.log_prob:.3f}" + (f" (likeliest: {tops})" if tops else "")
+    return f"token {token_id} {text!r}: {entry.log_prob:.3f}" + (f" (likeliest: {tops})" if tops else "")
