@@ -55,6 +55,15 @@ def test_what_is_missing_is_said_in_one_line(tmp_path, monkeypatch, capsys):
         assert len(found.err.strip().splitlines()) <= 1
 
 
+@pytest.fixture
+def interruptible():
+    """SIGINT as at a terminal; a test run in the background has inherited it as ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_while_a_stage_loads_ends_at_once(monkeypatch):
     def build(name, stage):
         signal.raise_signal(signal.SIGINT)
@@ -64,6 +73,7 @@ def test_an_interrupt_while_a_stage_loads_ends_at_once(monkeypatch):
     assert main(["stage", "ngram", "--listen", "127.0.0.1:0"]) == 130
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_while_the_command_line_loads_is_no_traceback(monkeypatch):
     monkeypatch.setattr("deploy.cli.main.parser", lambda: signal.raise_signal(signal.SIGINT))
     assert main(["serve"]) == 130
