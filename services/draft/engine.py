@@ -108,8 +108,7 @@ class DraftEngine:
         """
         self._settings = settings
         self._loaded: LoadedModel = load(settings)
-        self._info = stage_pb2.StageInfo()
-        self._info.CopyFrom(self._loaded.info)
+        self._info = self._loaded.info
         self._info.kind = stage_pb2.STAGE_KIND_DRAFTER
         self._info.implementation = "draft"
 

@@ -13,7 +13,6 @@ from services.ngram.mixture import Mixture
 from services.ngram.session import NgramSession
 from services.ngram.settings import NgramSettings
 from services.ngram.table import NgramTable
-from stagespec.rpc import PROTOCOL_VERSION
 from stagespec.v1 import stage_pb2
 from stagespec.vocabulary import Vocabulary
 
@@ -36,7 +35,6 @@ class NgramEngine:
         self._info = stage_pb2.StageInfo(
             kind=stage_pb2.STAGE_KIND_DRAFTER,
             implementation="ngram",
-            protocol_version=PROTOCOL_VERSION,
             model=settings.table if settings.table is not None else "context only",
             device="cpu",
             dtype="float64",

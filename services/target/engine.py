@@ -75,13 +75,11 @@ class TargetEngine:
         """
         self._settings = settings
         self._loaded: LoadedModel = load(settings)
-        self._info = stage_pb2.StageInfo()
-        self._info.CopyFrom(self._loaded.info)
+        self._info = self._loaded.info
         self._info.kind = stage_pb2.STAGE_KIND_VERIFIER
         self._info.implementation = "target"
         self._info.hidden_size = self._loaded.model.config.get_text_config().hidden_size
         self._ids: Ids = np.arange(self._info.vocabulary_size)
-
         self._warm_up()
 
     @property
