@@ -3,18 +3,11 @@
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-
-def cache_folder() -> Path:
-    """`STAGESPEC_CACHE` if it is set, else ~/.cache/stagespec."""
-    configured = os.environ.get("STAGESPEC_CACHE")
-    return Path(configured).expanduser().resolve() if configured else Path.home() / ".cache" / "stagespec"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Literal
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from deploy.cache import cache_folder
 from deploy.errors import ConfigError
 from deploy.stages import DraftStage, NgramStage, Stage, TaggedStage, TargetStage, check_listen, missing_files
 from orchestrator.settings import (
@@ -23,6 +22,7 @@ from orchestrator.settings import (
     SpeculationSettings,
     TimeoutSettings,
 )
+from services.cache import cache_folder
 
 DEFAULT = Path(__file__).with_name("config.yaml")
 _NAME = re.compile(r"[a-z0-9]([a-z0-9_-]{0,62}[a-z0-9])?")

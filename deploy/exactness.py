@@ -5,6 +5,7 @@ A difference is reported with its position, both ids and how close the target's 
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,8 +17,13 @@ import numpy.typing as npt
 from deploy.client import Client, Generated, Mode, speculation
 from deploy.prompts import Prompt
 from stagespec.v1.generation_pb2 import GenerateRequest, SamplingOptions, StopOptions
+from stagespec.v1.stage_pb2 import StageInfo
 
 TIE_MARGIN = 1e-4
+"""In float32, where two ways to sum differ in the last bits."""
+
+TIE_MARGIN_INT8 = 2e-2
+"""With 8-bit weights, where the last bit of a sum may decide how the next layer's input is rounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,8 @@ class Difference:
         found: What came instead; None if the output had ended.
         margin: How far apart the two are for the target, in the scores that decide; None if only one of them
             can be drawn at all.
+        tie_margin: Below this, rounding explains it. In half precision that is so for every margin: there a
+            difference is reported and not a fault.
     """
 
     prompt: int
@@ -58,11 +66,16 @@ class Difference:
     expected: int | None
     found: int | None
     margin: float | None
+    tie_margin: float = TIE_MARGIN
 
     @property
     def is_tie(self) -> bool:
         """Whether rounding alone explains it."""
-        return self.margin is not None and self.margin < TIE_MARGIN
+        return self.margin is not None and self.margin < self.tie_margin
+
+    def plain(self) -> dict[str, Any]:
+        """The difference as plain data, which knows no infinity."""
+        return {**asdict(self), "tie_margin": self.tie_margin if math.isfinite(self.tie_margin) else None}
 
 
 @dataclass(slots=True)
@@ -106,8 +119,8 @@ class Report:
             "exact": not self.mismatches,
             "num_prompts": self.num_prompts,
             "results": [{"variant": name, **asdict(tally)} for name, tally in self.tallies.items()],
-            "mismatches": [asdict(difference) for difference in self.mismatches],
-            "ties": [asdict(difference) for difference in self.differences if difference.is_tie],
+            "mismatches": [difference.plain() for difference in self.mismatches],
+            "ties": [difference.plain() for difference in self.differences if difference.is_tie],
         }
 
 
@@ -173,7 +186,7 @@ async def collect(
 
 def compare(
     outputs: Outputs,
-    model: str,
+    served: StageInfo,
     sampling: SamplingOptions,
     max_tokens: int,
     report: Report,
@@ -183,7 +196,7 @@ def compare(
 
     Args:
         outputs: From `collect`; its first variant is plain decoding.
-        model: The target's folder or hub id, for transformers to load in float32.
+        served: The target's model and number formats; transformers computes with the same numbers.
         sampling: How the outputs were drawn.
         max_tokens: Most tokens in an output.
         report: Gets the differences and, for transformers, a tally.
@@ -192,7 +205,16 @@ def compare(
     import torch
     from transformers import AutoModelForCausalLM
 
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    from services.causal_lm.formats import as_served
+
+    dtype = getattr(torch, served.dtype or "float32")
+    reference = AutoModelForCausalLM.from_pretrained(served.model, dtype=dtype).eval()
+    as_served(reference, served.weight_format)
+    if served.weight_format == "int8" and served.kernel != "native":
+        exact_margin = TIE_MARGIN_INT8  # torch's attention sums a tree in another order than a path
+    else:
+        exact_margin = TIE_MARGIN if dtype == torch.float32 else math.inf
+    transformers_margin = max(exact_margin, TIE_MARGIN_INT8 if served.weight_format == "int8" else 0.0)
     first, *others = outputs.token_ids
     pairs = [(variant.name, outputs.token_ids[variant]) for variant in others]
     if sampling.temperature == 0.0:
@@ -216,7 +238,8 @@ def compare(
             context = [*outputs.prompts[index], *expected[:position]]
             pair = [ids_[position] if position < len(ids_) else None for ids_ in (expected, ids)]
             margin = _margin(reference, context, len(outputs.prompts[index]), sampling, pair)
-            report.differences.append(Difference(index, name, position, pair[0], pair[1], margin))
+            tie_margin = transformers_margin if name == "transformers" else exact_margin
+            report.differences.append(Difference(index, name, position, pair[0], pair[1], margin, tie_margin))
 
 
 def _greedy(model: Any, prompt: list[int], max_tokens: int, eos_token_ids: list[int]) -> tuple[int, ...]:
@@ -244,7 +267,7 @@ def _margin(
     if None in pair:
         return None  # one of them ended without a token that ends it
     with torch.inference_mode():
-        logits = model(input_ids=torch.tensor([context]), use_cache=False).logits[0, -1].numpy()
+        logits = model(input_ids=torch.tensor([context]), use_cache=False).logits[0, -1].float().numpy()
     scores: npt.NDArray[np.floating[Any]] = logits
     ids = np.arange(len(logits))
     if sampling.temperature > 0.0:

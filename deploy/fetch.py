@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from deploy.cache import Piece, cache_folder, digest, ensure, locked
+from deploy.cache import Piece, digest, ensure, locked
 from deploy.errors import SetupError
 from deploy.gguf_model import convert
 from deploy.stand_in import fit_head, make_stand_in
+from services.cache import cache_folder
 
 TARGET = "smollm2-135m-instruct"
 DRAFT = "smollm2-135m-first-layers"

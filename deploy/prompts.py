@@ -4,8 +4,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.cache import cache_folder
 from deploy.errors import SetupError
+from services.cache import cache_folder
 from stagespec.v1.generation_pb2 import ChatMessage, ChatPrompt, GenerateRequest
 
 
@@ -20,6 +20,11 @@ class Prompt:
 
     text: str | None = None
     messages: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def plain_text(self) -> str:
+        """All of its text, roles and template left out."""
+        return self.text if self.text is not None else "\n".join(content for _, content in self.messages)
 
     def request(self) -> GenerateRequest:
         """A request for its continuation, with every option unset."""

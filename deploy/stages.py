@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Discriminator
 
-from deploy.cache import cache_folder
 from deploy.errors import StageFailedError
 from deploy.model_libraries import quiet
+from services.cache import cache_folder
 from services.draft.settings import DraftSettings
 from services.ngram.settings import NgramSettings
 from services.target.settings import TargetSettings

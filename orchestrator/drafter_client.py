@@ -32,6 +32,7 @@ class DrafterClient:
         index: Marks its nodes within the request.
         session_id: Names the request at the stage.
         sampling: The request's sampling.
+        tenant: Whose request it is.
         vocabulary_size: Its tokens must be below this.
         patience: How long to wait for it.
 
@@ -48,6 +49,7 @@ class DrafterClient:
         index: int,
         session_id: str,
         sampling: SamplingParams,
+        tenant: str,
         vocabulary_size: int,
         patience: Patience,
     ) -> None:
@@ -57,6 +59,7 @@ class DrafterClient:
         self.skip_reason = ""
         self._index = index
         self._sampling = sampling
+        self._tenant = tenant
         self._vocabulary_size = vocabulary_size
         self._observations = ObservationBuffer(stage.info.observations)
         self._stream: StageStream[ProposeRequest, ProposeResponse] = StageStream(
@@ -155,6 +158,7 @@ class DrafterClient:
                 ),
                 drafter_index=self._index,
                 observations=observations,
+                tenant=self._tenant,
             )
 
         return Question(

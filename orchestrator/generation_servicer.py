@@ -15,7 +15,7 @@ from orchestrator.accounting import Account, chunks
 from orchestrator.admission import Admission
 from orchestrator.decode import Step, decode
 from orchestrator.pipeline import Pipeline
-from orchestrator.request import Generation, ServedModel, check_chat, check_request_id, encode_chat, settle
+from orchestrator.request import Generation, ServedModel, check_chat, check_name, encode_chat, settle
 from orchestrator.session import Session
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.stopping import Stopper
@@ -65,7 +65,7 @@ class GenerationServicer(GenerationServiceServicer):
         await context.send_initial_metadata(((REQUEST_ID_HEADER, request_id),))
         # A long text takes long to tokenize, and the event loop has other requests to serve.
         generation = await asyncio.to_thread(settle, request, request_id, self._codec, self._served_model())
-        async with self._admission.place() as place:
+        async with self._admission.place(generation.num_cache_tokens) as place:
             account = Account(arrived)
             session = Session(self._pipeline, generation, self._settings.timeouts)
             with closing(session):
@@ -118,6 +118,7 @@ class GenerationServicer(GenerationServiceServicer):
             # A model may have more ids than its tokenizer has tokens; those have no text.
             vocabulary_size=min(info.vocabulary_size or num_tokens, num_tokens),
             max_context_length=info.max_context_length or None,
+            max_cache_tokens=info.max_cache_tokens or None,
             eos_token_ids=tuple(info.eos_token_ids),
             drafter_names=tuple(stage.name for stage in self._pipeline.drafters),
             max_nodes=min(speculation.max_request_nodes, info.max_nodes or speculation.max_request_nodes),
@@ -128,7 +129,7 @@ class GenerationServicer(GenerationServiceServicer):
 
 def _request_id(request: GenerateRequest) -> str:
     found = Violations()
-    check_request_id(request.request_id, found)
+    check_name("request_id", request.request_id, found)
     return request.request_id if request.request_id and not found else secrets.token_hex(8)
 
 

@@ -32,6 +32,7 @@ class ServedModel:
     Attributes:
         vocabulary_size: Token ids are below this.
         max_context_length: Prompt and output together; None for no limit.
+        max_cache_tokens: What the contexts of all requests may have together; None for no limit.
         eos_token_ids: End-of-sequence tokens of the model.
         drafter_names: Drafters of the pipeline, in order.
         max_nodes: Most nodes in a draft.
@@ -41,6 +42,7 @@ class ServedModel:
 
     vocabulary_size: int
     max_context_length: int | None
+    max_cache_tokens: int | None
     eos_token_ids: tuple[int, ...]
     drafter_names: tuple[str, ...]
     max_nodes: int
@@ -54,6 +56,7 @@ class Generation:
 
     Attributes:
         request_id: Its name.
+        tenant: Whose it is.
         prompt: Token ids to continue.
         sampling: How tokens are drawn, for the stages.
         rules: When it ends.
@@ -67,6 +70,7 @@ class Generation:
     """
 
     request_id: str
+    tenant: str
     prompt: tuple[int, ...]
     sampling: SamplingParams
     rules: StopRules
@@ -78,6 +82,14 @@ class Generation:
     vocabulary_size: int
     effective: EffectiveSettings
 
+    @property
+    def num_cache_tokens(self) -> int:
+        """Most tokens that its context has at the verifier, drafted nodes included."""
+        num_nodes = 0 if self.drafters == () else self.limits.max_nodes
+        most = len(self.prompt) + self.rules.max_tokens + num_nodes
+        limit = self.limits.max_context_length
+        return most if limit is None else min(most, limit)
+
 
 def settle(request: GenerateRequest, request_id: str, codec: TextCodec, model: ServedModel) -> Generation:
     """Checks a request and fills in its defaults. May take long for a long text.
@@ -86,7 +98,8 @@ def settle(request: GenerateRequest, request_id: str, codec: TextCodec, model: S
         RpcError: INVALID_ARGUMENT naming every field at fault.
     """
     found = Violations()
-    check_request_id(request.request_id, found)
+    check_name("request_id", request.request_id, found)
+    check_name("tenant", request.tenant, found)
     prompt = _read_prompt(request, codec, model, found)
     sampling = _settle_sampling(request.sampling, model, found)
     stop = _settle_stop(request.stop, model, found)
@@ -95,8 +108,10 @@ def settle(request: GenerateRequest, request_id: str, codec: TextCodec, model: S
         found.check_range("num_logprobs", request.num_logprobs, 0, 20)
     if request.chunk_granularity not in ChunkGranularity.values():
         found.add("chunk_granularity", f"{request.chunk_granularity} is no value of ChunkGranularity")
+    _check_cache(prompt, stop.max_tokens, model, found)
     found.raise_any()
 
+    limits_of_context = [limit for limit in (model.max_context_length, model.max_cache_tokens) if limit]
     num_context_left = None
     if model.max_context_length is not None:
         num_context_left = model.max_context_length - len(prompt)
@@ -115,7 +130,8 @@ def settle(request: GenerateRequest, request_id: str, codec: TextCodec, model: S
         max_rounds=speculation.max_rounds,
         node_price=model.speculation.node_price,
         pass_price=model.speculation.pass_price,
-        max_context_length=model.max_context_length,
+        # Near the end of what there is, drafts get smaller.
+        max_context_length=min(limits_of_context, default=None),
     )
     drafters: tuple[str, ...] | None = None
     if not speculation.enabled:
@@ -124,6 +140,7 @@ def settle(request: GenerateRequest, request_id: str, codec: TextCodec, model: S
         drafters = tuple(request.speculation.drafters)
     return Generation(
         request_id=request_id,
+        tenant=request.tenant,
         prompt=tuple(prompt),
         sampling=_stage_sampling(sampling, len(prompt), rules, model.vocabulary_size),
         rules=rules,
@@ -137,10 +154,10 @@ def settle(request: GenerateRequest, request_id: str, codec: TextCodec, model: S
     )
 
 
-def check_request_id(request_id: str, found: Violations) -> None:
-    """Notes an id that cannot be sent back in metadata."""
-    if len(request_id.encode()) > 128 or not (request_id.isascii() and request_id.isprintable()):
-        found.add("request_id", "it must be printable ASCII of at most 128 bytes")
+def check_name(field: str, name: str, found: Violations) -> None:
+    """Notes a name that could not be sent on in metadata."""
+    if len(name.encode()) > 128 or not (name.isascii() and name.isprintable()):
+        found.add(field, "it must be printable ASCII of at most 128 bytes")
 
 
 def check_chat(chat: ChatPrompt, found: Violations) -> None:
@@ -188,6 +205,19 @@ def _read_prompt(
             " and at least one must be left to generate",
         )
     return prompt
+
+
+def _check_cache(prompt: list[int], max_tokens: int, model: ServedModel, found: Violations) -> None:
+    """Notes a request that no wait would give room to."""
+    limit, needed = model.max_cache_tokens, len(prompt) + max_tokens
+    if model.max_context_length is not None:
+        needed = min(needed, model.max_context_length)
+    if limit is not None and needed > limit and max_tokens > 0:
+        found.add(
+            "stop.max_tokens",
+            f"{max_tokens} after a prompt of {len(prompt)} tokens may take {needed} tokens of the target's"
+            f" cache, which has room for {limit}; ask for fewer, or shorten the prompt",
+        )
 
 
 def _settle_sampling(options: SamplingOptions, model: ServedModel, found: Violations) -> SamplingOptions:

@@ -67,6 +67,8 @@ class OrchestratorServer:
             settings.admission.max_concurrent_requests,
             settings.admission.max_waiting_requests,
             settings.timeouts.admission_s,
+            # Read each time, since a verifier that was restarted may have another.
+            lambda: self.pipeline.verifier.info.max_cache_tokens,
         )
 
     async def start(self, listen: str) -> str:

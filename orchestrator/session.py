@@ -41,6 +41,7 @@ class Session:
             pipeline.verifier,
             self._id,
             generation.sampling,
+            generation.tenant,
             generation.num_logprobs,
             generation.vocabulary_size,
             Patience(timeouts.verify_s, timeouts.verify_per_token_s, 0.0, backoff),
@@ -85,6 +86,7 @@ class Session:
             len(self.clients),
             self._id,
             self._generation.sampling,
+            self._generation.tenant,
             self._generation.vocabulary_size,
             self._drafter_patience,
         )

@@ -239,4 +239,5 @@ def _stream_ended(error: grpc.aio.AioRpcError) -> StageError:
         status = describe(error)
     except DecodeError:  # the details are the peer's, and may be anything
         status = RpcError(error.code(), error.code().name, "")
-    return StageError(f"ended the stream with {status.code.name}", status)
+    named = "" if status.reason == status.code.name else f" ({status.reason})"
+    return StageError(f"ended the stream with {status.code.name}{named}", status)

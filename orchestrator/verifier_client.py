@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 _PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 """What a stage that is going away or coming back answers."""
 
-_FULL = "TOO_MANY_SESSIONS"
+_FULL = ("TOO_MANY_SESSIONS", "CACHE_FULL")
 """What a stage answers that has yet to notice that other requests have ended."""
 
 _MOST_RETRIES = 3
@@ -49,6 +49,7 @@ class VerifierClient:
         stage: The verifier.
         session_id: Names the request at the stage.
         sampling: How tokens are drawn.
+        tenant: Whose request it is.
         num_logprobs: Alternatives to report; None for no log probabilities.
         vocabulary_size: Its tokens must be below this.
         patience: How long to wait for it.
@@ -65,6 +66,7 @@ class VerifierClient:
         stage: Stage,
         session_id: str,
         sampling: SamplingParams,
+        tenant: str,
         num_logprobs: int | None,
         vocabulary_size: int,
         patience: Patience,
@@ -75,6 +77,7 @@ class VerifierClient:
         self.counters = Counters()
         self._stage = stage
         self._sampling = sampling
+        self._tenant = tenant
         self._num_logprobs = num_logprobs
         self._vocabulary_size = vocabulary_size
         self._recovery_s = recovery_s
@@ -170,6 +173,7 @@ class VerifierClient:
                 draft=draft.to_proto(),
                 num_logprobs=self._num_logprobs,
                 observations=wishes,
+                tenant=self._tenant,
             )
 
         return Question(
@@ -208,7 +212,7 @@ def find_flaw(
 
 
 def _raise_if_final(error: StageError, num_failures: int) -> None:
-    if error.status is None or error.status.code in _PASSING or error.status.reason == _FULL:
+    if error.status is None or error.status.code in _PASSING or error.status.reason in _FULL:
         return
     # What is no refusal may be internal; it may also be all that is left of a process that died, which is
     # worth another try.
@@ -224,7 +228,7 @@ def _is_refusal(status: RpcError | None) -> TypeGuard[RpcError]:
 
 
 def _given_up(error: StageError, recovery_s: float) -> RpcError:
-    if error.status is not None and error.status.reason == _FULL:
+    if error.status is not None and error.status.reason in _FULL:
         return error.status
     return RpcError(
         grpc.StatusCode.UNAVAILABLE,

@@ -1,7 +1,8 @@
 """The one thread that computes for a stage, and the queue in front of it.
 
-Everything that is ready when a turn begins shares the turn; a job that needs several turns (a long prefill)
-stays in the queue while others come and go. It does not know what the jobs compute.
+Everything that is ready when a turn begins shares the turn, and what is about to be ready is waited for (see
+gather.py); a job that needs several turns (a long prefill) stays in the queue while others come and go. It
+does not know what the jobs compute.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ from functools import partial
 from typing import Any, Generic
 
 from services.engine import AnswerT, Engine, Job, SessionT, TaskT
+from services.gather import Gather
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +36,8 @@ class Batcher(Generic[SessionT, TaskT, AnswerT]):
         self._changed = threading.Condition()
         self._queue: dict[Job[SessionT, TaskT, AnswerT], Callable[[], object]] = {}
         self._leaving: list[SessionT] = []
+        self._gather = Gather()
+        self._pass_s = 0.0  # of the last turn
         self._stopped = False
         self._thread = threading.Thread(target=self._work, name="stage-worker", daemon=True)
         self._thread.start()
@@ -50,6 +54,7 @@ class Batcher(Generic[SessionT, TaskT, AnswerT]):
             if self._stopped:
                 raise RuntimeError("the batcher has stopped")
             self._queue[job] = partial(loop.call_soon_threadsafe, finished.set)
+            self._gather.asked(job.session, time.perf_counter())
             self._changed.notify()
         try:
             await finished.wait()
@@ -66,6 +71,7 @@ class Batcher(Generic[SessionT, TaskT, AnswerT]):
         """Closes a session between turns, when no job of it can be running."""
         with self._changed:
             self._leaving.append(session)
+            self._gather.closed(session)
             self._changed.notify()
 
     def stop(self) -> None:
@@ -83,6 +89,7 @@ class Batcher(Generic[SessionT, TaskT, AnswerT]):
     def _turn(self) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._leaving or self._stopped)
+            self._wait_for_others()
             jobs, leaving, stopped = list(self._queue), self._leaving, self._stopped
             self._leaving = []
         for session in leaving:
@@ -98,9 +105,20 @@ class Batcher(Generic[SessionT, TaskT, AnswerT]):
                 self._finish(job)
         return True
 
+    def _wait_for_others(self) -> None:
+        # With the lock held, which waiting gives up.
+        ready_at = now = time.perf_counter()
+        while self._queue and not self._stopped:
+            deadline = self._gather.deadline(ready_at, self._pass_s)
+            if deadline <= now:
+                return
+            self._changed.wait(deadline - now)
+            now = time.perf_counter()
+
     def _compute(self, jobs: list[Job[SessionT, TaskT, AnswerT]]) -> None:
         if not jobs:
             return
+        begin = time.perf_counter()
         try:
             self._engine.run(jobs)
         except Exception as error:
@@ -108,11 +126,14 @@ class Batcher(Generic[SessionT, TaskT, AnswerT]):
             _log.exception("a turn of %d jobs failed", len(jobs))
             for job in jobs:
                 job.error = job.error or error
+        self._pass_s = time.perf_counter() - begin
 
     def _finish(self, job: Job[SessionT, TaskT, AnswerT]) -> None:
         self._on_done(job)
         with self._changed:
             wake = self._queue.pop(job, None)
+            if wake is not None:
+                self._gather.answered(job.session, time.perf_counter())
         if wake is not None:
             try:
                 wake()

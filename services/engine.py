@@ -1,11 +1,11 @@
 """What a stage's host asks of the stage: sessions, and turns of work on batches of jobs.
 
-It does not know gRPC, threads or models. An engine is used by one worker thread; only `info` and
+It does not know gRPC, threads or models. An engine is used by one worker thread; only `info`, `counters` and
 `new_session` are called from elsewhere.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -72,6 +72,7 @@ class Verdict:
         accepted_nodes: The accepted path, as nodes of the task's draft.
         token_ids: Tokens of the accepted path, then the bonus token.
         logprobs: One entry for each of `token_ids`, if asked for.
+        num_nodes: Nodes of the draft that ran.
         num_rows: Rows computed for this task.
         num_batched_sessions: Sessions in the last forward pass.
         observations: What was asked to be observed.
@@ -80,6 +81,7 @@ class Verdict:
     accepted_nodes: tuple[int, ...]
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
+    num_nodes: int = 0
     num_rows: int = 0
     num_batched_sessions: int = 1
     observations: tuple[Observation, ...] = ()
@@ -150,8 +152,12 @@ class Engine(Protocol[SessionT, TaskT, AnswerT]):
     def vocabulary(self) -> Vocabulary | None:
         """The vocabulary, or None if any will do."""
 
-    def new_session(self) -> SessionT:
-        """A session with an empty context."""
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """What the engine itself counts, named as in GetStatsResponse."""
+
+    def new_session(self, tenant: str = "") -> SessionT:
+        """A session with an empty context, of which nothing may reach another tenant's."""
 
     def run(self, jobs: Sequence[Job[SessionT, TaskT, AnswerT]]) -> None:
         """Takes every job at least one turn further: a whole answer, or one chunk of a long prefill.

@@ -3,12 +3,25 @@
 import math
 from collections.abc import Iterator
 
-from stagespec.rpc import FieldViolation
+from stagespec.rpc import FieldViolation, invalid_argument
 from stagespec.v1.observation_pb2 import ElementType, ObservationRequest
 from stagespec.v1.sampling_pb2 import SamplingParams
 
 MAX_LOGPROBS = 20
 MAX_CANDIDATES = 64
+MAX_TENANT_BYTES = 128
+
+
+def check_tenant(tenant: str) -> None:
+    """Refuses a name that is too long to be kept.
+
+    Raises:
+        RpcError: INVALID_ARGUMENT naming the field.
+    """
+    size = len(tenant.encode())
+    if size > MAX_TENANT_BYTES:
+        text = f"it has {size} bytes and may have {MAX_TENANT_BYTES}; send a hash of it"
+        raise invalid_argument([FieldViolation("tenant", text)])
 
 
 def check_sampling(sampling: SamplingParams) -> Iterator[FieldViolation]:

@@ -61,6 +61,12 @@ class History:
         if self._frequency is not None or self._presence is not None:
             self._generated[token_id] = self._generated.get(token_id, 0) + 1
 
+    def changes(self, sampling: SamplingParams) -> bool:
+        """Whether anything is done to the logits of the next token before temperature and cuts."""
+        penalties = (self._repetition, self._frequency, self._presence)
+        waits = self.num_generated < sampling.min_tokens
+        return waits or bool(sampling.logit_bias) or any(penalty is not None for penalty in penalties)
+
     def penalise(self, ids: Ids, scores: Scores) -> None:
         """Applies the penalties in place, to tokens in rising order."""
         if self._repetition is not None:
@@ -171,6 +177,10 @@ def draw(
     Raises:
         RpcError: INTERNAL with reason NUMERICAL_ERROR, see `process`.
     """
+    if sampling.temperature == 0.0 and not history.changes(sampling):
+        best = int(np.argmax(logits))  # the first of equals, or of NaN
+        if np.isfinite(logits[best]):
+            return int(ids[best])
     perturbed = perturb(process(ids, logits, sampling, history), sampling, position)
     return int(perturbed.ids[np.argmax(perturbed.scores)])
 

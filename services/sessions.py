@@ -13,6 +13,7 @@ import grpc
 
 from services.batcher import AnyJob, Batcher
 from services.engine import AnswerT, Engine, Job, SessionT, TaskT
+from services.limits import check_tenant
 from services.stats import Stats
 from stagespec.rpc import FieldViolation, RpcError, invalid_argument
 from stagespec.v1.context_pb2 import ContextDelta
@@ -26,6 +27,10 @@ class Request(Protocol):
     @property
     def context(self) -> ContextDelta:
         """Brings the context up to date."""
+
+    @property
+    def tenant(self) -> str:
+        """Whose session it is; read on a stream's first request."""
 
 
 RequestT = TypeVar("RequestT", bound=Request)
@@ -63,13 +68,15 @@ class Sessions(Generic[SessionT, TaskT, AnswerT]):
         Raises:
             RpcError: The stage is full or draining, or a request breaks the contract.
         """
-        session = self._open()
-        session_id: str | None = None
+        session: SessionT | None = None
+        session_id = ""
         length = 0
         try:
             async for request in requests:
                 delta = request.context
-                session_id = delta.session_id if session_id is None else session_id
+                if session is None:
+                    check_tenant(request.tenant)
+                    session, session_id = self._open(request.tenant), delta.session_id
                 self._check(delta, session_id)
                 if delta.base_length > length:
                     self.stats.count("resyncs_total")
@@ -83,7 +90,8 @@ class Sessions(Generic[SessionT, TaskT, AnswerT]):
                 for response in write(request, job):
                     yield response
         finally:
-            self._close(session)
+            if session is not None:
+                self._close(session)
 
     async def drain(self, grace: float) -> int:
         """Takes no new sessions and waits for the live ones; returns how many were left."""
@@ -98,13 +106,13 @@ class Sessions(Generic[SessionT, TaskT, AnswerT]):
         """Ends the worker."""
         self._batcher.stop()
 
-    def _open(self) -> SessionT:
+    def _open(self, tenant: str) -> SessionT:
         if self.draining:
             raise RpcError(grpc.StatusCode.UNAVAILABLE, "DRAINING", "the stage takes no new sessions")
         if self._max_sessions and self.num_live >= self._max_sessions:
             message = f"the stage serves {self.num_live} sessions and its limit is {self._max_sessions}"
             raise RpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_SESSIONS", message, retry_after=1.0)
-        session = self.engine.new_session()
+        session = self.engine.new_session(tenant)
         self.num_live += 1
         self._emptied.clear()
         self.stats.count("sessions_live")

@@ -43,7 +43,9 @@ class StageServicer(StageServiceServicer):
             )
 
     async def GetStats(self, request: stage_pb2.GetStatsRequest, context: Any) -> stage_pb2.GetStatsResponse:
-        return self._sessions.stats.to_proto()
+        response = self._sessions.stats.to_proto()
+        response.counters.update(self._sessions.engine.counters)
+        return response
 
     async def StartProfile(
         self, request: stage_pb2.StartProfileRequest, context: Any

@@ -53,7 +53,8 @@ class VerifierServicer(VerifierServiceServicer):
         def write(request: VerifyRequest, job: Job[Session, VerifyTask, Verdict]) -> Iterator[VerifyResponse]:
             verdict = job.answer
             assert verdict is not None
-            stats.count("nodes_total", len(repaired.tree))
+            stats.count("nodes_total", verdict.num_nodes)
+            stats.count("pruned_nodes_total", len(repaired.tree) - verdict.num_nodes)
             stats.count("accepted_total", len(verdict.accepted_nodes))
             timings = {part: to_duration(value) for part, value in job.seconds.items() if part != "grow"}
             *first, last = _chunks(verdict.observations)
@@ -68,7 +69,7 @@ class VerifierServicer(VerifierServiceServicer):
                     accepted_nodes=[repaired.sent_indices[node] for node in verdict.accepted_nodes],
                     bonus_token_id=verdict.token_ids[-1],
                     logprobs=verdict.logprobs,
-                    num_nodes=len(repaired.tree),
+                    num_nodes=verdict.num_nodes,
                     num_dropped_nodes=repaired.num_dropped,
                     num_rows=verdict.num_rows,
                     num_batched_sessions=verdict.num_batched_sessions,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cache import cache_folder
+from services.cache import cache_folder
 
 
 @pytest.fixture(scope="session")

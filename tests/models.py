@@ -13,6 +13,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 VOCABULARY_SIZE = 128
@@ -33,7 +35,7 @@ _LLAMA = {
 
 
 def tiny_model(family: str, seed: int = 0) -> PreTrainedModel:
-    """A random model of a family: "llama", "mistral", "qwen2" or "gpt2"."""
+    """A random model of a family: "llama", "mistral", "qwen2", "qwen3" or "gpt2"."""
     torch.manual_seed(seed)
     if family == "gpt2":
         config = GPT2Config(
@@ -51,6 +53,8 @@ def tiny_model(family: str, seed: int = 0) -> PreTrainedModel:
         return MistralForCausalLM(MistralConfig(**_LLAMA, sliding_window=None)).eval()
     if family == "qwen2":
         return Qwen2ForCausalLM(Qwen2Config(**_LLAMA)).eval()
+    if family == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(**_LLAMA, head_dim=16)).eval()
     return LlamaForCausalLM(LlamaConfig(**_LLAMA)).eval()
 
 

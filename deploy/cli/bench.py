@@ -1,141 +1,238 @@
-"""`stagespec bench --check-exact`: every mode against plain decoding, and that against transformers."""
+"""`stagespec bench`: how fast each way of decoding is here, or with --check-exact, if all give the same."""
 
 import argparse
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deploy.cli.arguments import add_server, load_config, positive
 
 if TYPE_CHECKING:
-    from deploy.exactness import Difference, Report
-    from stagespec.v1.generation_pb2 import SamplingOptions
+    from deploy.bench.settings import Settings, Variant
+    from deploy.config import Config
+
+SPEED_OPTIONS = (
+    *("modes", "sampling", "peers", "parts", "pairs"),
+    *("contexts", "rows", "prompt_lengths", "sessions", "gguf", "out"),
+)
+EXACT_OPTIONS = ("temperature", "top_k", "top_p", "seed", "max_nodes", "concurrency")
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Registers the command."""
     parser = subparsers.add_parser(
         "bench",
-        help="compare the modes of the pipeline",
-        description="Runs prompts in the modes off, ngram, draft and staged, compares token by token, and "
-        "at temperature 0 also with transformers on the same weights. Exits with 1 if they differ beyond "
-        "rounding.",
+        help="measure speed, or check that all modes give the same tokens",
+        description="Measures own modes through the served pipeline beside other programs, in turns, and how "
+        "near the machine's limit each comes. With --check-exact it compares tokens instead and exits with 1 "
+        "if they differ beyond rounding.",
     )
-    parser.add_argument("--check-exact", action="store_true", required=True, help="compare tokens")
-    parser.add_argument(
-        "--prompts",
-        type=Path,
-        metavar="FILE",
-        help="JSON lines with `prompt` or `messages`; default: HumanEval",
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument("--suite", metavar="NAME", help="prompts by name; default: humaneval, the only one")
+    prompts.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="JSON lines with `prompt` or `messages`"
     )
     parser.add_argument("--limit", type=positive, metavar="N", help="use the first N prompts only")
     parser.add_argument("--max-tokens", type=positive, default=64, metavar="N", help="default: 64")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy")
-    parser.add_argument("--top-k", type=positive, metavar="K")
-    parser.add_argument("--top-p", type=float, metavar="P")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws; default: 0")
-    parser.add_argument(
-        "--max-nodes", type=positive, nargs="+", default=[], metavar="N", help="also staged with these limits"
-    )
-    parser.add_argument("--concurrency", type=positive, default=1, metavar="N", help="requests at once")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_server(parser)
+    parser.add_argument(
+        "--weight-format",
+        type=_names,
+        metavar="LIST",
+        help="of target and draft; each gets a server of its own; default: as configured",
+    )
+    parser.add_argument(
+        "--kernel", type=_names, metavar="LIST", help="what computes their forward passes; likewise"
+    )
+    _add_speed(parser.add_argument_group("speed (lists are separated by commas)"))
+    _add_exact(parser.add_argument_group("tokens"))
     parser.set_defaults(run=run)
 
 
+def _add_speed(group: argparse._ArgumentGroup) -> None:
+    listed: dict[str, Any] = {"type": _names, "metavar": "LIST"}
+    numbers: dict[str, Any] = {"type": _numbers, "metavar": "LIST"}
+    group.add_argument("--modes", **listed, help="off, ngram, draft, staged; default: off")
+    group.add_argument("--sampling", **listed, help="greedy, topk50; default: greedy")
+    group.add_argument("--peers", **listed, help="hf, llamacpp-f32, llamacpp-f16, llamacpp-q4; default: none")
+    group.add_argument("--parts", **listed, help="generate, prefill, sessions, verify, quality; default: all")
+    group.add_argument(
+        "--pairs", type=positive, metavar="N", help="least pairs of runs behind a ratio; default: 5"
+    )
+    group.add_argument("--contexts", **numbers, help="of verify passes; default: 256,1024,4096")
+    group.add_argument("--rows", **numbers, help="of verify passes; default: 1,2,4,8,16,32,64")
+    group.add_argument("--prompt-lengths", **numbers, help="of prefills; default: 512,2048")
+    group.add_argument("--sessions", **numbers, help="requests at once; default: 1,2,4,8")
+    group.add_argument("--gguf", type=Path, metavar="FILE", help="the target for llama.cpp; default: bundled")
+    group.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="keep records and plots here; a run cut short goes on"
+    )
+
+
+def _add_exact(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--check-exact", action="store_true", help="compare tokens; the rest goes with it")
+    group.add_argument("--temperature", type=float, metavar="T", help="default: 0, greedy")
+    group.add_argument("--top-k", type=positive, metavar="K")
+    group.add_argument("--top-p", type=float, metavar="P")
+    group.add_argument("--seed", type=int, metavar="N", help="of the draws; default: 0")
+    group.add_argument(
+        "--max-nodes", type=positive, nargs="+", metavar="N", help="also staged with these limits"
+    )
+    group.add_argument("--concurrency", type=positive, metavar="N", help="requests at once; default: 1")
+
+
 def run(args: argparse.Namespace) -> int:
-    """Compares."""
+    """Measures or compares."""
     from deploy import interrupts
+    from deploy.bench.settings import SUITES
+    from deploy.errors import SetupError
 
-    return interrupts.run(_bench(args))
+    if args.suite is not None and args.suite not in SUITES:
+        raise SetupError(f"--suite {args.suite!r} is unknown; there are {', '.join(SUITES)}")
+    if args.target is not None and (args.weight_format or args.kernel):
+        raise SetupError("--weight-format and --kernel start servers and do not go with --target")
+    if args.check_exact:
+        _refuse(args, SPEED_OPTIONS, "do not go with --check-exact")
+        from deploy.cli import bench_exact
+
+        return interrupts.run(bench_exact.check(args))
+    _refuse(args, EXACT_OPTIONS, "go with --check-exact only")
+    return interrupts.run(_bench(args, _settings(args)))
 
 
-async def _bench(args: argparse.Namespace) -> int:
+def _refuse(args: argparse.Namespace, names: tuple[str, ...], why: str) -> None:
+    from deploy.errors import SetupError
+
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is not None]
+    if given:
+        raise SetupError(f"{', '.join(given)}: such options {why}")
+
+
+def _settings(args: argparse.Namespace) -> "Settings":
+    """What the arguments ask for.
+
+    Raises:
+        SetupError: They ask for something that is not there, or that does not go together.
+    """
+    from deploy.bench.settings import Settings, Variant
+    from deploy.errors import SetupError
+
+    changes = {"max_tokens": args.max_tokens, "variants": _variants(args, Variant)}
+    names = {
+        **{"modes": "modes", "sampling": "samplings", "peers": "peers", "parts": "parts"},
+        **{"pairs": "num_pairs", "contexts": "contexts", "rows": "row_counts"},
+        **{"prompt_lengths": "prompt_lengths", "sessions": "session_counts"},
+    }
+    for option, name in names.items():
+        if getattr(args, option) is not None:
+            changes[name] = getattr(args, option)
+    if args.target is not None:
+        if args.parts is None:
+            changes["parts"] = ("generate", "prefill", "sessions")
+        elif {"verify", "quality"} & set(args.parts):
+            text = "--parts verify or quality loads the configured target and does not go with --target"
+            raise SetupError(text)
+    try:
+        return Settings(**changes)
+    except ValueError as error:
+        raise SetupError(str(error)) from error
+
+
+def _variants(args: argparse.Namespace, variant: "type[Variant]") -> "tuple[Variant, ...]":
+    formats, kernels = args.weight_format or (None,), args.kernel or (None,)
+    return tuple(variant(weight_format, kernel) for weight_format in formats for kernel in kernels)
+
+
+async def _bench(args: argparse.Namespace, settings: "Settings") -> int:
     import asyncio
-    import contextlib
-    import json
 
+    from deploy.bench.bench import Bench
+    from deploy.bench.records import Records
+    from deploy.bench.run import measure
     from deploy.cli.output import note
-    from deploy.client import Client
-    from deploy.exactness import Report, Variant, collect, compare
-    from deploy.model_libraries import quiet
     from deploy.prompts import read_prompts
-    from deploy.serve import running
 
     prompts = read_prompts(args.prompts, args.limit)
-    sampling = _sampling(args)
-    variants = [Variant("off"), Variant("ngram"), Variant("draft"), Variant("staged")]
-    variants += [Variant("staged", max_nodes) for max_nodes in args.max_nodes]
-    report = Report(len(prompts))
-    async with contextlib.AsyncExitStack() as stack:
-        address = args.target
-        if address is None:
-            address = await stack.enter_async_context(running(load_config(args, listen="127.0.0.1:0"), note))
-        client = await stack.enter_async_context(Client(address))
-        model = (await client.get_pipeline()).verifier.info.model
-        progress = _progress(note, "generations")
-        outputs = await collect(
-            client, prompts, variants, sampling, args.max_tokens, args.concurrency, report, progress
-        )
-    note("comparing with transformers ..." if args.temperature == 0 else "comparing ...")
-    quiet()
-    progress = _progress(note, "transformers")
-    await asyncio.to_thread(compare, outputs, model, sampling, args.max_tokens, report, progress)
+    config = _config(args, settings)
+    with Records(args.out, _identity(args, settings, config)) as records:
+        bench = Bench(settings, prompts, config, args.target, args.gguf, records, note)
+        try:
+            await measure(bench)
+        except asyncio.CancelledError:
+            note("interrupted")
+            _print(args, settings, len(prompts), records)
+            raise
+        _print(args, settings, len(prompts), records)
+    return 0
+
+
+def _config(args: argparse.Namespace, settings: "Settings") -> "Config":
+    """The configuration to run.
+
+    Raises:
+        SetupError: A variant does not fit it.
+    """
+    from deploy.bench.served import with_variant
+    from deploy.cli.output import note
+    from deploy.config import override
+    from deploy.errors import SetupError
+
+    config = load_config(args, listen="127.0.0.1:0")
+    for variant in settings.variants:
+        with_variant(config, variant)
+    if len(settings.variants) > 1 and config.launcher == "ray" and args.target is None:
+        if args.launcher == "ray":
+            raise SetupError("--launcher ray runs one server at a time; give one weight format and kernel")
+        note("several servers at once run as plain processes, not under Ray")
+        config = override(config, launcher="process")
+    return config
+
+
+def _identity(args: argparse.Namespace, settings: "Settings", config: "Config") -> dict[str, Any]:
+    """Everything that figures depend on, to tell whether a run can go on with earlier records."""
+    import hashlib
+
+    from deploy.config import dump
+    from deploy.prompts import read_prompts
+
+    prompts = repr(read_prompts(args.prompts, args.limit)).encode()
+    return {
+        **settings.plain(),
+        "prompts": hashlib.sha256(prompts).hexdigest()[:16],
+        "config": dump(config),
+        "target": args.target,
+        "gguf": None if args.gguf is None else str(args.gguf),
+    }
+
+
+def _print(args: argparse.Namespace, settings: "Settings", num_prompts: int, records: Any) -> None:
+    import json
+
+    from deploy.bench.plots import write_plots
+    from deploy.bench.report import build_report
+    from deploy.bench.tables import show
+    from deploy.cli.output import note
+
+    report = build_report(settings, num_prompts, records)
+    if args.out is not None:
+        (args.out / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        for path in write_plots(report, args.out):
+            note(f"written: {path}")
     if args.json:
-        print(json.dumps(report.plain()))
+        print(json.dumps(report))
     else:
-        _show(report)
-    return 1 if report.mismatches else 0
+        for line in show(report):
+            print(line)
 
 
-def _sampling(args: argparse.Namespace) -> "SamplingOptions":
-    from stagespec.v1.generation_pb2 import SamplingOptions
-
-    sampling = SamplingOptions(temperature=args.temperature, seed=args.seed)
-    if args.top_k is not None:
-        sampling.top_k = args.top_k
-    if args.top_p is not None:
-        sampling.top_p = args.top_p
-    return sampling
+def _names(text: str) -> tuple[str, ...]:
+    """An argparse type for a list of names."""
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"{text!r} has an empty name in it")
+    return names
 
 
-def _progress(note: Callable[[str], None], what: str) -> Callable[[int, int], None]:
-    """Says every now and then how far it is and how long it will take."""
-    begun = last = time.monotonic()
-
-    def progress(done: int, total: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last < 5.0 and done < total:
-            return
-        last = now
-        left = (now - begun) / done * (total - done)
-        note(f"  {what}: {done} of {total}, about {left:.0f} s left")
-
-    return progress
-
-
-def _show(report: "Report") -> None:
-    from deploy.cli.output import table
-
-    rows = [("variant", "tokens", "steps", "tokens/step", "accepted", "drafted", "draft passes", "tokens/s")]
-    for name, tally in report.tallies.items():
-        per_step = f"{tally.num_tokens / tally.num_steps:.2f}" if tally.num_steps else "-"
-        counts = [tally.num_steps, tally.num_accepted, tally.num_drafted, tally.num_passes]
-        steps, accepted, drafted, passes = (str(n) if tally.num_steps else "-" for n in counts)
-        speed = f"{tally.num_tokens / tally.seconds:.1f}" if tally.seconds else "-"
-        rows.append((name, str(tally.num_tokens), steps, per_step, accepted, drafted, passes, speed))
-    for line in table(rows):
-        print(line)
-    for difference in report.differences:
-        print(_line(difference))
-    num_ties = len(report.differences) - len(report.mismatches)
-    print(f"{report.num_prompts} prompts, {len(report.mismatches)} mismatches, {num_ties} ties")
-
-
-def _line(difference: "Difference") -> str:
-    kind = "tie" if difference.is_tie else "MISMATCH"
-    where = f"prompt {difference.prompt}, {difference.variant}, token {difference.position}"
-    margin = "no margin" if difference.margin is None else f"margin {difference.margin:.1e}"
-    return f"{kind}: {where}: {difference.found} instead of {difference.expected}, {margin}"
+def _numbers(text: str) -> tuple[int, ...]:
+    """An argparse type for a list of whole numbers from 1, sorted."""
+    return tuple(sorted(positive(part) for part in text.split(",")))

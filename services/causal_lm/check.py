@@ -9,11 +9,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from services.causal_lm.packed import Segment, forward, new_rows
+from services.causal_lm.forward import Forward, Segment
 from services.causal_lm.rows import NO_ROW, Rows
+from services.causal_lm.settings import ModelSettings
 
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Largest difference allowed, as a share of the largest logit."""
+TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
+"""Largest difference allowed, as a share of the largest logit, by number format of the activations."""
+
+TOLERANCE_INT8 = 1e-3
+"""With 8-bit weights activations are rounded too, to 16 bits, where the last bit of a sum may decide."""
 
 CONTEXT_LENGTH = 9
 PARENTS = (-1, -1, 0, 0, 2, 1, 4)
@@ -46,12 +50,12 @@ def reference(model: PreTrainedModel, vocabulary_size: int) -> list[Tensor]:
     ]
 
 
-def compare(model: PreTrainedModel, name: str, vocabulary_size: int, expected: Sequence[Tensor]) -> float:
+def compare(run: Forward, settings: ModelSettings, vocabulary_size: int, expected: Sequence[Tensor]) -> float:
     """Runs the tree in one pass, commits a path, rolls back and runs again; compares all of it.
 
     Args:
-        model: Prepared for packed passes.
-        name: What to call it in an error.
+        run: The forward pass to check.
+        settings: The model's name and number formats.
         vocabulary_size: As given to `reference`.
         expected: From `reference`.
 
@@ -59,12 +63,13 @@ def compare(model: PreTrainedModel, name: str, vocabulary_size: int, expected: S
         The largest difference found, as a share of the largest logit.
 
     Raises:
-        UnservableModelError: It is above the tolerance for the model's number format.
+        UnservableModelError: It is above the tolerance for the number formats.
     """
+    name = settings.model
     context, token_ids = _sequence(vocabulary_size)
-    rows = new_rows(model)
+    rows = run.new_rows()
     try:
-        found = _run_tree(model, rows, context, token_ids)
+        found = _run_tree(run, rows, context, token_ids)
         # The deepest path becomes context; then its last token is rolled back and computed again.
         longer = context + [token_ids[node] for node in COMMITTED]
         rows.follow(longer)
@@ -72,14 +77,14 @@ def compare(model: PreTrainedModel, name: str, vocabulary_size: int, expected: S
         rows.follow(longer[:-1])
         rows.add(rows.path_length - 1, longer[-1])
         rows.grow_path(len(longer))
-        again = forward(model, [Segment(rows, 1, [0])])[0].logits[0]
+        again = run([Segment(rows, 1, [0])])[0].logits[0]
     except (RuntimeError, TypeError, AttributeError) as error:
         text = f"model {name!r} does not run token trees: {error}"
         raise UnservableModelError(text) from error
     pairs = [*zip(found, expected, strict=True), (again, expected[1 + COMMITTED[-1]])]
     scale = max(float(logits.abs().max()) for logits in expected)
     worst = max(float((a - b).abs().max()) for a, b in pairs) / scale
-    tolerance = TOLERANCES[model.dtype]
+    tolerance = TOLERANCE_INT8 if settings.weight_format == "int8" else TOLERANCES[settings.dtype]
     if not worst <= tolerance:
         raise UnservableModelError(
             f"model {name!r} gives other logits for a token tree than for its paths alone: they differ by "
@@ -89,7 +94,7 @@ def compare(model: PreTrainedModel, name: str, vocabulary_size: int, expected: S
     return worst
 
 
-def _run_tree(model: PreTrainedModel, rows: Rows, context: list[int], token_ids: list[int]) -> list[Tensor]:
+def _run_tree(run: Forward, rows: Rows, context: list[int], token_ids: list[int]) -> list[Tensor]:
     parent = NO_ROW
     for token_id in context:
         parent = rows.add(parent, token_id)
@@ -98,7 +103,7 @@ def _run_tree(model: PreTrainedModel, rows: Rows, context: list[int], token_ids:
     for token_id, node in zip(token_ids, PARENTS, strict=True):
         nodes.append(rows.add(parent if node < 0 else nodes[node], token_id))
     wanted = range(len(context) - 1, len(context) + len(nodes))
-    return list(forward(model, [Segment(rows, len(rows), wanted)])[0].logits)
+    return list(run([Segment(rows, len(rows), wanted)])[0].logits)
 
 
 def _sequence(vocabulary_size: int) -> tuple[list[int], list[int]]:

@@ -1,8 +1,11 @@
 """Loads a causal language model for serving, or says by name why it cannot be served."""
 
+import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -10,33 +13,53 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, 
 from transformers.utils.hub import cached_file
 
 from services.causal_lm.check import UnservableModelError, compare, reference
-from services.causal_lm.packed import ATTENTION, new_rows
-from services.causal_lm.prepack import prepack
+from services.causal_lm.fit import require_room
+from services.causal_lm.formats import as_served, bytes_per_weight
+from services.causal_lm.forward import Forward, Output, Segment
+from services.causal_lm.lean import LeanForward
+from services.causal_lm.linears import serve_linears
+from services.causal_lm.native.forward import NativeForward
+from services.causal_lm.native.library import native_library
+from services.causal_lm.packed import PackedForward
 from services.causal_lm.rows import Rows
 from services.causal_lm.settings import ModelSettings
+from services.causal_lm.weights import Weights, read_weights
 from stagespec.v1 import stage_pb2
 from stagespec.vocabulary import Vocabulary, read_vocabulary
 
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that passed the load check, ready for `packed.forward`.
+    """A model that passed the load check.
 
     Attributes:
-        model: The model.
+        run: Its forward pass.
+        kernel: Which one that is: "native", "torch" or "generic".
+        hidden_size: Width of its hidden states.
         vocabulary: The tokenizer's, without padding ids; None for a model without tokenizer.
         info: What there is to say about any stage that runs it.
     """
 
-    model: PreTrainedModel
+    run: Forward
+    kernel: str
+    hidden_size: int
     vocabulary: Vocabulary | None
     info: stage_pb2.StageInfo
 
     def new_rows(self) -> Rows:
         """An empty store of rows for one session."""
-        return new_rows(self.model)
+        return self.run.new_rows()
+
+    def forward(self, segments: Sequence[Segment]) -> list[Output]:
+        """Computes the new rows of every segment in one pass, and waits for it; one output a segment."""
+        outputs = self.run(segments)
+        if self.info.device.startswith("cuda"):
+            torch.cuda.synchronize(self.info.device)  # else its time would be booked under what follows
+        return outputs
 
 
 def load(settings: ModelSettings) -> LoadedModel:
@@ -46,51 +69,116 @@ def load(settings: ModelSettings) -> LoadedModel:
         settings: What to load and how.
 
     Raises:
-        UnservableModelError: The model is missing, or cannot be decoded exactly with token trees.
+        UnservableModelError: The model is missing, too large, or cannot be decoded exactly with token trees.
     """
-    torch.set_num_threads(settings.num_threads or len(os.sched_getaffinity(0)))
+    num_threads = settings.num_threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(num_threads)
+    require_room(settings)
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             settings.model, dtype=getattr(torch, settings.dtype), attn_implementation="eager"
         )
     except (OSError, ValueError) as error:
         raise UnservableModelError(f"model {settings.model!r} cannot be loaded: {error}") from error
-    model = model.eval().to(settings.device)
-    parameters = {id(parameter): parameter for parameter in model.parameters()}.values()
-    max_context_length = _max_context_length(model.config.get_text_config(), settings)
-    vocabulary = _vocabulary(settings.model)
-    num_logits = model.config.get_text_config().vocab_size
-    size = num_logits if vocabulary is None else min(len(vocabulary.tokens), num_logits)
-
-    expected = reference(model, size)
-    prepack(model)
     try:
-        model.set_attn_implementation(ATTENTION)
-    except ValueError as error:
-        text = f"model {settings.model!r} has an attention that token trees cannot use: {error}"
-        raise UnservableModelError(text) from error
-    compare(model, settings.model, size, expected)
+        model = model.eval().to(settings.device)
+    except (AssertionError, RuntimeError) as error:  # torch was built without it, or it is full or not there
+        raise UnservableModelError(f"device {settings.device!r} cannot be used: {error}") from error
+    config = model.config.get_text_config()
+    parameters = {id(parameter): parameter for parameter in model.parameters()}.values()
+    num_parameters = sum(parameter.numel() for parameter in parameters)
+    num_pass_weights = num_parameters - _num_looked_up(model)
+    max_context_length = _max_context_length(config, settings)
+    vocabulary = _vocabulary(settings.model)
+    num_logits = config.vocab_size
+    size = num_logits if vocabulary is None else min(len(vocabulary.tokens), num_logits)
+    eos_token_ids = _eos_token_ids(model)
 
-    rows = new_rows(model)
-    layers, heads = rows.keys.shape[:2]
+    kernel, run = _checked_forward(model, settings, size, max_context_length, num_threads)
+    if kernel == "native":
+        # Its threads are its own; torch's would spin beside them after every operation they shared.
+        torch.set_num_threads(1)
+    if settings.device.startswith("cuda"):
+        torch.cuda.empty_cache()  # what fusing and checking left, so that caches find it free
+    rows = run.new_rows()
+    layers, heads = rows.values.shape[:2]
     width = (rows.keys.shape[3] + rows.values.shape[3]) * rows.keys.element_size()
+    weight_format = settings.weight_format or settings.dtype
     info = stage_pb2.StageInfo(
         model=settings.model,
-        device=str(model.device),
+        device=settings.device,
         dtype=settings.dtype,
-        weight_format=settings.dtype,
+        weight_format=weight_format,
+        kernel=kernel,
         tokenizer_hash="" if vocabulary is None else vocabulary.hash,
         vocabulary_size=size,
         max_context_length=max_context_length,
         max_nodes=settings.max_nodes,
         can_rollback=True,
-        num_parameters=sum(parameter.numel() for parameter in parameters),
-        weight_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        num_parameters=num_parameters,
+        weight_bytes=round(num_parameters * bytes_per_weight(weight_format)),
+        pass_weight_bytes=round(num_pass_weights * bytes_per_weight(weight_format)),
         cache_bytes_per_token=layers * heads * width,
-        num_threads=torch.get_num_threads(),
-        eos_token_ids=_eos_token_ids(model),
+        num_threads=num_threads,
+        eos_token_ids=eos_token_ids,
     )
-    return LoadedModel(model, vocabulary, info)
+    return LoadedModel(run, kernel, config.hidden_size, vocabulary, info)
+
+
+def _checked_forward(
+    model: PreTrainedModel, settings: ModelSettings, vocabulary_size: int, max_length: int, num_threads: int
+) -> tuple[str, Forward]:
+    """The fastest forward pass that the settings admit and the load check accepts.
+
+    Raises:
+        UnservableModelError: There is none.
+    """
+    weight_format = settings.weight_format or settings.dtype
+    asked = settings.kernel
+    weights = None if asked == "generic" else read_weights(model, max_length)
+    as_served(model, weight_format)
+    expected = reference(model, vocabulary_size)
+    makers = list(_makers(model, weights, settings, num_threads))
+    if not makers:
+        text = f"kernel {asked!r} cannot run model {settings.model!r}; set kernel to auto"
+        raise UnservableModelError(text)
+    for place, (kernel, make) in enumerate(makers):
+        try:
+            run = make()
+            compare(run, settings, vocabulary_size, expected)
+        except UnservableModelError as error:
+            if place == len(makers) - 1:
+                raise
+            _log.warning("the %s kernel does not serve this model (%s); trying the next", kernel, error)
+        else:
+            return kernel, run
+    raise AssertionError("the last one returns or raises")
+
+
+def _makers(
+    model: PreTrainedModel, weights: Weights | None, settings: ModelSettings, num_threads: int
+) -> Iterator[tuple[str, Callable[[], Forward]]]:
+    """What may run the model, the fastest first."""
+    asked = settings.kernel
+    weight_format = settings.weight_format or settings.dtype
+    on_cpu = settings.device == "cpu" and settings.dtype == "float32"
+    if weights is not None and on_cpu and asked in ("auto", "native"):
+        library = native_library()
+        if library is not None:
+            yield "native", partial(NativeForward, library, weights, weight_format, num_threads)
+    if weights is not None and asked in ("auto", "torch"):
+        yield "torch", partial(LeanForward, weights, weight_format)
+    if asked in ("auto", "generic"):
+        yield "generic", partial(_generic, model, weight_format)
+
+
+def _generic(model: PreTrainedModel, weight_format: str) -> Forward:
+    try:
+        run = PackedForward(model)
+    except ValueError as error:
+        raise UnservableModelError(f"it has an attention that token trees cannot use: {error}") from error
+    serve_linears(model, weight_format)
+    return run
 
 
 def _max_context_length(config: PretrainedConfig, settings: ModelSettings) -> int:
@@ -151,3 +239,10 @@ def _eos_token_ids(model: PreTrainedModel) -> list[int]:
     if eos is None:
         return []
     return list(eos) if isinstance(eos, list) else [eos]
+
+
+def _num_looked_up(model: PreTrainedModel) -> int:
+    """Parameters of which a pass reads single rows only: embeddings that are not the head's weight too."""
+    head: Any = model.get_output_embeddings()
+    tables = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    return sum(table.numel() for table in tables if head is None or table is not head.weight)

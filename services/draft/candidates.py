@@ -88,9 +88,11 @@ def rank(
     totals = torch.logsumexp(logits, dim=-1).cpu().numpy()
     found = []
     for index, place in enumerate(places):
-        guessed = np.setdiff1d(np.array(list(place.guesses), dtype=np.int64), top_ids[index])
-        ids = np.concatenate([top_ids[index], guessed])
-        values = np.concatenate([top_logits[index], logits[index, guessed].cpu().numpy()])
+        ids, values = top_ids[index], top_logits[index]
+        guessed = np.setdiff1d(np.array(list(place.guesses), dtype=np.int64), ids)
+        if len(guessed):
+            ids = np.concatenate([ids, guessed])
+            values = np.concatenate([values, logits[index, guessed].cpu().numpy()])
         order = np.argsort(ids)
         try:
             processed = process(ids[order], values[order], sampling, history.extended(place.path))

@@ -8,15 +8,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from services.causal_lm.forward import Output, Segment
 from services.causal_lm.load import LoadedModel, load
-from services.causal_lm.packed import Output, Segment, forward
-from services.causal_lm.rows import Rows
-from services.causal_lm.turn import Need, share_pass
+from services.causal_lm.session_cache import SessionCache, new_cache
+from services.causal_lm.turn import Need, PassLimits, Share, share_pass
 from services.draft.candidates import INITIAL_TRUST, Candidates, Place, rank, update_trust
 from services.draft.growth import grow
 from services.draft.settings import DraftSettings
 from services.engine import Job, Proposal, ProposeTask
 from services.sampling import History
+from stagespec.rpc import RpcError
 from stagespec.tree import EMPTY_DRAFT, ROOT, DraftTree
 from stagespec.v1 import stage_pb2
 from stagespec.vocabulary import Vocabulary
@@ -27,20 +28,25 @@ MAX_PASS_ROWS = 1024
 class DraftSession:
     """One request: its context, the rows computed for it, and the candidates known after them."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, cache: SessionCache, tenant: str) -> None:
         self.context: list[int] = []
-        self.rows = rows
+        self.rows = cache.new_rows()
+        self.failed = False
         self.known: dict[int, Candidates] = {}  # by row
         self.trust = INITIAL_TRUST  # in the hint's guesses, against the draft's own
         self.num_rows = 0  # computed for the present job
         self.num_passes = 0
+        self._cache = cache
+        self._tenant = tenant
 
     def apply(self, base_length: int, token_ids: Sequence[int]) -> None:
         """See `services.engine.Session`."""
+        if not self.context and not len(self.rows):
+            self.rows = self._cache.open(self.rows, self._tenant, token_ids)
         if base_length == len(self.context):
             self._compare(token_ids)
         self.context[base_length:] = token_ids
-        move = self.rows.follow(self.context)
+        move = self.rows.follow(self.context, base_length)
         if move is not None:
             # Noise and penalties belong to a path, and so do candidates: only the path's end is still of use.
             end = move.sources[-1] if move.sources else move.unmoved - 1
@@ -64,9 +70,10 @@ class DraftSession:
 
     def close(self) -> None:
         """See `services.engine.Session`."""
+        # What led to a fault may be in its rows.
+        self._cache.close(self.rows, None if self.failed else self._tenant)
         self.context = []
         self.known = {}
-        self.rows.truncate(0)
 
     def row_of(self, path: Sequence[int]) -> int | None:
         """The row at the end of a path of drafted tokens, if it is there."""
@@ -89,7 +96,7 @@ DraftJob = Job[DraftSession, ProposeTask, Proposal]
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """What one job runs in a pass: context tokens, and unseen nodes of the hint if they end the prefill."""
+    """What one job runs in a pass: context tokens, and nodes of the hint if those end the prefill."""
 
     job: DraftJob
     segment: Segment
@@ -111,6 +118,8 @@ class DraftEngine:
         self._info = self._loaded.info
         self._info.kind = stage_pb2.STAGE_KIND_DRAFTER
         self._info.implementation = "draft"
+        self._cache = new_cache(settings, self._loaded)
+        self._limits = PassLimits(MAX_PASS_ROWS, settings.prefill_chunk, settings.shared_prefill_chunk)
 
     @property
     def info(self) -> stage_pb2.StageInfo:
@@ -122,28 +131,44 @@ class DraftEngine:
         """See `services.engine.Engine`."""
         return self._loaded.vocabulary
 
-    def new_session(self) -> DraftSession:
+    @property
+    def counters(self) -> dict[str, int]:
         """See `services.engine.Engine`."""
-        return DraftSession(self._loaded.new_rows())
+        return self._cache.counters
+
+    def new_session(self, tenant: str = "") -> DraftSession:
+        """See `services.engine.Engine`."""
+        return DraftSession(self._cache, tenant)
 
     def run(self, jobs: Sequence[DraftJob]) -> None:
         """See `services.engine.Engine`."""
-        waiting: list[tuple[DraftJob, list[int]]] = []
+        waiting: list[DraftJob] = []
         needs: list[Need] = []
         for job in jobs:
             num_missing = len(job.session.context) - job.session.rows.path_length
             unseen = self._unseen(job)
-            if num_missing or unseen:
-                waiting.append((job, unseen))
-                needs.append(Need(num_missing, len(unseen), job.arrived))
-            else:
+            if not num_missing and not unseen:
                 self._conclude(job)
-        if not waiting:
+            elif self._reserve(job, len(unseen)):
+                waiting.append(job)
+                needs.append(Need(num_missing, job.arrived, job.task.hint, unseen))
+        others_decode = self._cache.num_live > len(waiting)
+        turns: list[_Turn] = []
+        for share in share_pass(needs, self._limits, others_decode=others_decode):
+            job = waiting[share.index]
+            if share.num_context or share.nodes:
+                turns.append(_lay_out(job, share))
+            else:  # the pass has no room for guesses
+                self._conclude(job)
+        if not turns:
             return
-        shares = share_pass(needs, max_rows=MAX_PASS_ROWS, chunk=self._settings.prefill_chunk)
-        turns = [_lay_out(*waiting[index], num_context) for index, num_context in shares]
         begin = time.perf_counter()
-        outputs = forward(self._loaded.model, [turn.segment for turn in turns])
+        try:
+            outputs = self._loaded.forward([turn.segment for turn in turns])
+        except Exception:
+            for turn in turns:
+                turn.job.session.failed = True
+            raise
         spent = time.perf_counter() - begin
         for turn, output in zip(turns, outputs, strict=True):
             turn.job.spend("forward", spent)
@@ -152,6 +177,16 @@ class DraftEngine:
             session.num_passes += 1
             if session.rows.path_length == len(session.context):
                 self._conclude(turn.job, turn, output)
+
+    def _reserve(self, job: DraftJob, num_unseen: int) -> bool:
+        """Makes sure of a job's memory before anything runs for it."""
+        rows = job.session.rows
+        try:
+            self._cache.reserve(rows, max(len(rows), len(job.session.context)) + num_unseen)
+        except RpcError as error:
+            job.error = error
+            return False
+        return True
 
     def _conclude(self, job: DraftJob, turn: _Turn | None = None, output: Output | None = None) -> None:
         """Learns from the job's pass, if it took one, and answers. A fault stays with the job."""
@@ -162,6 +197,7 @@ class DraftEngine:
             job.answer = self._grow(job)
         except Exception as error:
             job.error = error
+            job.session.failed = True
         job.spend("grow", time.perf_counter() - begin)
 
     def _unseen(self, job: DraftJob) -> list[int]:
@@ -206,28 +242,23 @@ class DraftEngine:
         return Proposal(growth.draft, growth.next_round_gain, session.num_passes, session.num_rows)
 
 
-def _lay_out(job: DraftJob, unseen: Sequence[int], num_context: int) -> _Turn:
-    """Adds the rows of some context tokens and, at the end of the context, of the unseen nodes."""
-    session = job.session
+def _lay_out(job: DraftJob, share: Share) -> _Turn:
+    """Adds the rows of some context tokens and, at the end of the context, of unseen nodes."""
+    session, num_context = job.session, share.num_context
     rows, context, hint = session.rows, session.context, job.task.hint
     first = rows.path_length
     if num_context:
         rows.truncate(first)
-        for token_id in context[first : first + num_context]:
-            rows.add(len(rows) - 1, token_id)
-        rows.grow_path(first + num_context)
-    if rows.path_length < len(context):
-        return _Turn(job, Segment(rows, num_context, []), num_context, [])
-    ran = []
-    for node in unseen:
+        rows.extend(context[first : first + num_context])
+    for node in share.nodes:
         path = _tokens(hint, node)
         parent = session.row_of(path[:-1])
         assert parent is not None, "parents come before children"
         rows.add(parent, path[-1])
-        ran.append(node)
-    num_new = num_context + len(ran)
-    wanted = range(num_context - 1 if num_context else 0, num_new)
-    return _Turn(job, Segment(rows, num_new, wanted), num_context, ran)
+    num_new = num_context + len(share.nodes)
+    is_last = rows.path_length == len(context)
+    wanted = range(max(0, num_context - 1), num_new) if is_last else range(0)
+    return _Turn(job, Segment(rows, num_new, wanted), num_context, share.nodes)
 
 
 def _tokens(hint: DraftTree, node: int) -> tuple[int, ...]:

@@ -59,7 +59,12 @@ class NgramEngine:
         """None: the table knows the vocabulary's hash and size, not its bytes."""
         return None
 
-    def new_session(self) -> NgramSession:
+    @property
+    def counters(self) -> dict[str, int]:
+        """None of its own."""
+        return {}
+
+    def new_session(self, tenant: str = "") -> NgramSession:
         """See `services.engine.Engine`."""
         return NgramSession()
 

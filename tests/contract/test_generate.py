@@ -500,3 +500,20 @@ async def test_sessions_of_many_requests_are_all_freed():
             )
         sessions = {delta.session_id for delta in o.verifier.deltas}
         assert len(sessions) == 40
+
+
+async def test_every_stage_is_told_the_tenant_and_none_is_the_default():
+    fake, draft = verifier(), drafter("draft", oracle(TARGET, 2))
+    told = []
+
+    async def note(request: Any) -> None:
+        told.append(request.tenant)
+
+    fake.before_answer = note
+    async with serve(CODEC, fake, [draft]) as o:
+        await o.generate(tenant="alice", stop={"max_tokens": 4})
+        assert (told[0], draft.requests[0].tenant) == ("alice", "alice")
+        told.clear()
+        draft.requests.clear()
+        await o.generate(stop={"max_tokens": 4})
+        assert (told[0], draft.requests[0].tenant) == ("", "")

@@ -43,6 +43,7 @@ def verifier(**info: Any) -> TableVerifier:
         ({"token_ids": {"token_ids": [1] * 70}}, "token_ids", "70 tokens, the model's context takes 64"),
         ({"speculation": {"drafters": ["nope"]}}, "speculation.drafters[0]", "the pipeline has: none"),
         ({"request_id": "\u00fc"}, "request_id", "printable ASCII"),
+        ({"tenant": "x" * 129}, "tenant", "at most 128 bytes"),
     ],
 )
 async def test_bad_values_are_invalid_arguments_and_reach_no_stage(fields, field, said):
@@ -122,6 +123,37 @@ async def test_more_requests_than_the_verifier_has_sessions_wait_for_their_turn(
         assert shown.num_running_requests == 2
         gate.set()
         assert [len(each.token_ids) for each in await asyncio.gather(*generations)] == [3, 3, 3]
+
+
+async def test_requests_wait_for_room_in_the_verifiers_cache_and_what_never_fits_is_refused():
+    fake, gate = verifier(max_cache_tokens=100, max_context_length=400), asyncio.Event()
+
+    async def wait(request: Any) -> None:
+        await gate.wait()
+
+    fake.before_answer = wait
+    async with serve(CODEC, fake) as o:
+        error = await o.refusal(make_request(stop={"max_tokens": 98}))
+        assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
+        [violation] = error.violations
+        assert violation.field == "stop.max_tokens"
+        assert "98 after a prompt of 3 tokens may take 101" in violation.description
+        assert "room for 100" in violation.description
+        # The first holds 3 + 40 + 24 nodes; 33 are left, the second needs 43 and the third 8.
+        first = asyncio.create_task(o.generate(stop={"max_tokens": 40}))
+        while not fake.num_requests:
+            await asyncio.sleep(0.001)
+        off = {"enabled": False}
+        second = asyncio.create_task(o.generate(stop={"max_tokens": 40}, speculation=off))
+        third = asyncio.create_task(o.generate(stop={"max_tokens": 5}, speculation=off))
+        while (shown := await o.pipeline.GetPipeline(GetPipelineRequest())).num_waiting_requests < 2:
+            await asyncio.sleep(0.001)
+        assert shown.num_running_requests == 1, "first come, first served"
+        gate.set()
+        numbers = [len(each.token_ids) for each in await asyncio.gather(first, second, third)]
+        assert numbers == [40, 40, 5]
+        # With the whole cache for itself, drafts get smaller at its end.
+        assert len((await o.generate(stop={"max_tokens": 97})).token_ids) == 97
 
 
 async def test_draining_lets_running_requests_end_and_refuses_new_ones():

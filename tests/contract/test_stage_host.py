@@ -40,6 +40,7 @@ class EchoEngine:
 
     def __init__(self) -> None:
         self.live: set[EchoSession] = set()
+        self.tenants: list[str] = []
         self.gate = threading.Event()
         self.gate.set()
         self.info = stage_pb2.StageInfo(
@@ -51,7 +52,12 @@ class EchoEngine:
         )
         self.vocabulary = Vocabulary((b"a", b"\xff", b"<s>"), frozenset({2}))
 
-    def new_session(self) -> EchoSession:
+    @property
+    def counters(self) -> dict[str, int]:
+        return {"echoes_live": len(self.live)}
+
+    def new_session(self, tenant: str = "") -> EchoSession:
+        self.tenants.append(tenant)
         return EchoSession(self.live)
 
     def run(self, jobs: Sequence[Job[EchoSession, ProposeTask, Proposal]]) -> None:
@@ -186,6 +192,22 @@ async def test_sessions_are_bounded_and_draining_takes_no_more():
         assert (await drain).num_sessions == 0
 
 
+async def test_the_tenant_is_that_of_the_first_request_and_of_bounded_length():
+    async with hosted() as (engine, _, channel):
+        call = DrafterServiceStub(channel).Propose()
+        for base, tenant in enumerate(["alice", "", "bob"]):
+            await call.write(request(base, [1], tenant=tenant))
+            await call.read()
+        assert engine.tenants == ["alice"]
+        call.cancel()
+        call = DrafterServiceStub(channel).Propose()
+        await call.write(request(0, [1], tenant="\u00fc" * 65))
+        error = describe(await failure(call))
+        assert (error.code, error.violations[0].field) == (grpc.StatusCode.INVALID_ARGUMENT, "tenant")
+        assert "130 bytes and may have 128" in error.violations[0].description
+        assert engine.tenants == ["alice"]
+
+
 async def test_malformed_hints_are_pruned_and_counted():
     async with hosted() as (_, _, channel):
         call = DrafterServiceStub(channel).Propose()
@@ -247,6 +269,7 @@ async def test_a_stage_tells_about_itself():
         stats = await stage.GetStats(stage_pb2.GetStatsRequest())
         assert (stats.counters["requests_total"], stats.counters["sessions_total"]) == (1, 1)
         assert sum(stats.latencies["total"].counts) == 1
+        assert "echoes_live" in stats.counters, "what the engine counts itself"
 
 
 @pytest.mark.parametrize("kind", ["port", "socket"])

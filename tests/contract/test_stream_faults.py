@@ -32,6 +32,7 @@ SIZE = len(CODEC.vocabulary.tokens)
 TARGET = random_target(SIZE)
 SEED = {"temperature": 1.0, "seed": 11}
 OFF = {"enabled": False}
+FULL = RpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, "CACHE_FULL", "no room", retry_after=0.01)
 
 
 def verifier(**info: Any) -> TableVerifier:
@@ -93,6 +94,43 @@ async def test_a_drafter_that_gives_no_answer_is_skipped_and_counted(script, rea
         if reason == "no answer":
             assert (lost.num_failures, lost.num_calls) == (1, 1), "requests piled up at a drafter that hangs"
             assert (shown.state, shown.idle_reason) == (StageState.STAGE_STATE_IDLE, "no answer in time")
+
+
+async def test_a_drafter_without_room_is_skipped_until_it_has_some():
+    right, full = oracle(TARGET, 3), True
+
+    async def script(context: tuple[int, ...], request: Any) -> Any:
+        if full:
+            raise FULL
+        return await right(context, request)
+
+    async with serve(CODEC, verifier(), [drafter("draft", script)]) as o:
+        generated = await run(o)
+        assert generated.token_ids == await expected()
+        [stats] = generated.end.speculation.drafters
+        # The last step has no room for a draft, so nobody is missed in it.
+        assert stats.num_skipped_steps == generated.end.speculation.num_steps - 1
+        assert 1 <= stats.num_failures < stats.num_skipped_steps, "it is not asked again at once"
+        full = False
+        again = await run(o)
+        assert again.token_ids == generated.token_ids
+        assert again.end.speculation.num_accepted > 0
+
+
+async def test_a_verifier_without_room_is_waited_for():
+    fake = verifier()
+    num_refused = 0
+
+    async def refuse_twice(request: VerifyRequest) -> None:
+        nonlocal num_refused
+        if request.step_id == 4 and num_refused < 2:
+            num_refused += 1
+            raise FULL
+
+    fake.before_answer = refuse_twice
+    async with serve(CODEC, fake) as o:
+        assert (await run(o)).token_ids == await expected()
+    assert num_refused == 2
 
 
 async def test_new_requests_don_t_wait_for_a_drafter_that_hangs():

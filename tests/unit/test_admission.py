@@ -11,12 +11,12 @@ from stagespec.rpc import RpcError
 class Guest:
     """A request that stays until it is told to go."""
 
-    def __init__(self, admission: Admission, log: list[str], name: str) -> None:
+    def __init__(self, admission: Admission, log: list[str], name: str, num_tokens: int = 0) -> None:
         self.leave = asyncio.Event()
-        self.task = asyncio.create_task(self._stay(admission, log, name))
+        self.task = asyncio.create_task(self._stay(admission, log, name, num_tokens))
 
-    async def _stay(self, admission: Admission, log: list[str], name: str) -> None:
-        async with admission.place():
+    async def _stay(self, admission: Admission, log: list[str], name: str, num_tokens: int) -> None:
+        async with admission.place(num_tokens):
             log.append(name)
             await self.leave.wait()
 
@@ -42,6 +42,31 @@ async def test_first_come_first_served_and_full_is_refused():
         assert log == list("abc")[: number + 1]
     assert (admission.num_running, admission.num_waiting) == (0, 0)
     await admission.wait_idle()
+
+
+async def test_tokens_are_limited_too_and_nobody_overtakes():
+    limit, log = [10], []
+    admission = Admission(max_running=9, max_waiting=9, max_wait_s=60, max_tokens=lambda: limit[0])
+    guests = {
+        name: Guest(admission, log, name, size) for name, size in zip("abcde", (6, 5, 3, 99, 1), strict=True)
+    }
+    await settle()
+    assert (log, admission.num_waiting) == (["a"], 4), "c would fit, but b came first"
+    guests["b"].task.cancel()
+    await settle()
+    assert log == ["a", "c"], "who gives up holds nobody up"
+    for name in "ac":
+        guests[name].leave.set()
+    await settle()
+    assert log == ["a", "c", "d"], "more than there is runs alone"
+    limit[0] = 100  # as after a restart of the verifier; it is read at the next change
+    guests["d"].leave.set()
+    await settle()
+    assert log == ["a", "c", "d", "e"]
+    guests["e"].leave.set()
+    await admission.wait_idle()
+    async with admission.place(100):
+        assert admission.num_running == 1
 
 
 async def test_who_gives_up_waiting_takes_no_place_along():

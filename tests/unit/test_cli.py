@@ -19,7 +19,10 @@ from deploy.prompts import Prompt, read_prompts
         (["generate", "x", "--max-tokens", "0"], "at least 1"),
         (["generate", "x", "--humaneval", "1"], "not allowed with"),
         (["generate", "x", "--mode", "magic"], "magic"),
-        (["bench"], "--check-exact"),
+        (["bench", "--limit", "0"], "at least 1"),
+        (["bench", "--modes", "off,,staged"], "empty name"),
+        (["bench", "--rows", "1,0"], "at least 1"),
+        (["bench", "--suite", "humaneval", "--prompts", "x"], "not allowed with"),
         (["stage", "magic"], "magic"),
         (["stage", "ngram", "--grace", "nan"], "from 0"),
         (["stage", "ngram", "--grace", "inf"], "from 0"),
@@ -33,6 +36,35 @@ def test_wrong_arguments_are_named(arguments, says, capsys):
         main(arguments)
     assert caught.value.code == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--modes", "off,magic"], "mode 'magic' is unknown; there are off, ngram"),
+        (["--modes", "off,off"], "modes name something twice"),
+        (["--peers", "vllm"], "peer 'vllm' is unknown; there are hf"),
+        (["--sampling", "beam"], "sampling 'beam' is unknown; there are greedy, topk50"),
+        (["--parts", "memory"], "part 'memory' is unknown"),
+        (["--suite", "mmlu"], "'mmlu' is unknown; there are humaneval"),
+        (["--weight-format", "float12"], "weight_format is 'float12'"),
+        (["--weight-format", "float32,float16", "--launcher", "ray"], "one server at a time"),
+        (["--target", "127.0.0.1:1", "--kernel", "torch"], "do not go with --target"),
+        (["--target", "127.0.0.1:1", "--parts", "verify"], "does not go with --target"),
+        (["--temperature", "0.5"], "--temperature: such options go with --check-exact only"),
+        (["--check-exact", "--modes", "off", "--out", "x"], "--modes, --out: such options do not go"),
+    ],
+)
+def test_what_a_benchmark_cannot_measure_is_named(arguments, says, tmp_path, monkeypatch, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n', encoding="utf-8")
+    monkeypatch.delenv("STAGESPEC_CONFIG", raising=False)
+    given = [] if "--suite" in arguments else ["--prompts", str(prompts)]
+    assert main(["bench", *given, *arguments]) == 1
+    found = capsys.readouterr()
+    assert says in found.err
+    assert found.out == ""
+    assert len(found.err.strip().splitlines()) == 1
 
 
 def test_what_is_missing_is_said_in_one_line(tmp_path, monkeypatch, capsys):

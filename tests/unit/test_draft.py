@@ -133,6 +133,7 @@ def test_any_sequence_of_proposals_equals_a_fresh_session(engine, steps, tempera
         clean = engine.new_session()
         clean.trust = session.trust
         expected = propose(engine, clean, 0, context, task)
+        clean.close()
         assert used.num_rows <= expected.num_rows
         if not remembers:
             assert paths_of(used.draft) == paths_of(expected.draft)
@@ -142,6 +143,7 @@ def test_any_sequence_of_proposals_equals_a_fresh_session(engine, steps, tempera
         again = propose(engine, session, len(context), [], ProposeTask(sampling, draft, task.budget, 1))
         assert again.num_rows == seen.count(False), "a pass runs exactly the nodes it has not seen"
         draft = again.draft
+    session.close()
 
 
 def test_an_empty_context_gets_an_empty_draft(engine):

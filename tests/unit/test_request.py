@@ -13,6 +13,7 @@ from tests.serving import codec_of, make_request
 MODEL = ServedModel(
     vocabulary_size=17,
     max_context_length=64,
+    max_cache_tokens=None,
     eos_token_ids=(16,),
     drafter_names=("ngram", "draft"),
     max_nodes=64,

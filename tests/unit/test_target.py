@@ -1,11 +1,15 @@
 """The target's engine: what it computes, what it reports, and one job's fault staying with that job."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
-import services.target.engine
-from services.causal_lm.packed import Output
+from services.causal_lm.check import UnservableModelError
+from services.causal_lm.forward import Output
+from services.causal_lm.rows import BLOCK
 from services.engine import Job, Verdict, VerifyTask
 from services.target.engine import TargetEngine, TargetSession
 from services.target.settings import TargetSettings
@@ -88,13 +92,13 @@ def test_long_prefills_take_turns_and_do_not_stall_who_decodes(engine):
 
 
 def test_logits_that_are_no_numbers_end_one_job_only(engine, monkeypatch):
-    real = services.target.engine.forward
+    real = engine._loaded.forward
 
-    def poisoned(model, segments):
-        first, *rest = real(model, segments)
+    def poisoned(segments):
+        first, *rest = real(segments)
         return [Output(torch.full_like(first.logits, float("nan")), first.hidden_states), *rest]
 
-    monkeypatch.setattr(services.target.engine, "forward", poisoned)
+    monkeypatch.setattr(engine, "_loaded", SimpleNamespace(forward=poisoned))
     task = VerifyTask(SamplingParams(temperature=1.0, seed=3), EMPTY_DRAFT)
     bad, good = (job(engine.new_session(), 0, [1, 2], task) for _ in range(2))
     engine.run([bad, good])
@@ -139,3 +143,59 @@ def test_half_precision_is_a_setting(folder, dtype):
     task = VerifyTask(SamplingParams(prompt_length=3), EMPTY_DRAFT)
     token_ids = verify(engine, engine.new_session(), 0, [1, 2, 3], task).token_ids
     assert verify(engine, engine.new_session(), 0, [1, 2, 3], task).token_ids == token_ids
+
+
+def test_drafts_beyond_the_batch_lose_their_least_probable_nodes_and_no_token_changes(folder):
+    """Three sessions with five nodes each in passes of eight rows: three context rows, five nodes."""
+    small = TargetEngine(TargetSettings(folder, max_batch_rows=8))
+    greedy = SamplingParams(prompt_length=3)
+    prompts = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    expected = []
+    for prompt in prompts:
+        session = small.new_session()
+        token_ids: list[int] = []
+        while len(token_ids) < 3:
+            base = 0 if not token_ids else 2 + len(token_ids)
+            token_ids += verify(
+                small, session, base, [*prompt, *token_ids][base:], VerifyTask(greedy, EMPTY_DRAFT)
+            ).token_ids
+        session.close()
+        expected.append(token_ids)
+
+    jobs = []
+    for prompt, right, chance in zip(prompts, expected, (-0.1, -0.2, -0.9), strict=True):
+        wrong = [(right[0] + 1 + i) % VOCABULARY_SIZE for i in range(3)]
+        # The right path stands behind wrong ones that are less probable.
+        draft = DraftTree((*wrong, *right[:2]), (-1, -1, -1, -1, 3), (-3.0,) * 3 + (chance,) * 2, (0,) * 5)
+        session = small.new_session()
+        verify(small, session, 0, prompt[:2], VerifyTask(greedy, EMPTY_DRAFT))
+        jobs.append(job(session, 2, prompt[2:], VerifyTask(greedy, draft)))
+    small.run(jobs)
+    verdicts = [pending.answer for pending in jobs if pending.answer]
+    assert [list(verdict.token_ids) for verdict in verdicts] == [expected[0], expected[1], expected[2][:2]]
+    assert [verdict.accepted_nodes for verdict in verdicts] == [(3, 4), (3, 4), (3,)]
+    assert [verdict.num_nodes for verdict in verdicts] == [2, 2, 1]
+    assert [verdict.num_rows for verdict in verdicts] == [3, 3, 2]
+
+
+def test_a_full_cache_refuses_one_job_before_it_runs_and_others_go_on(folder):
+    settings = TargetSettings(folder, max_sessions=2, max_nodes=16)
+    with pytest.raises(UnservableModelError, match=r"max_cache_bytes is 1000 and must be at least \d+"):
+        TargetEngine(replace(settings, max_cache_bytes=1000))
+    engine = TargetEngine(settings)
+    row_bytes = engine.info.cache_bytes_per_token
+    engine = TargetEngine(replace(settings, max_cache_bytes=3 * BLOCK * row_bytes))
+    assert engine.info.max_cache_tokens == 3 * BLOCK - 2 * (BLOCK - 1)
+    greedy = SamplingParams(prompt_length=1)
+    first = engine.new_session()
+    verify(engine, first, 0, [1] * 200, VerifyTask(greedy, EMPTY_DRAFT))
+    refused = job(engine.new_session(), 0, [2] * 200, VerifyTask(greedy, EMPTY_DRAFT))
+    going = job(first, 200, [3], VerifyTask(greedy, EMPTY_DRAFT))
+    engine.run([refused, going])
+    assert isinstance(refused.error, RpcError)
+    assert refused.error.reason == "CACHE_FULL"
+    assert going.answer is not None
+    refused.session.close()
+    first.close()
+    later = engine.new_session()
+    assert verify(engine, later, 0, [2] * 200, VerifyTask(greedy, EMPTY_DRAFT)).num_rows == 200

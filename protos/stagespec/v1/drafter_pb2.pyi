@@ -74,6 +74,7 @@ class ProposeRequest(_message.Message):
     BUDGET_FIELD_NUMBER: _builtins.int
     DRAFTER_INDEX_FIELD_NUMBER: _builtins.int
     OBSERVATIONS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """Number of the verify step this draft is for; rises within a session."""
     epoch: _builtins.int
@@ -84,6 +85,10 @@ class ProposeRequest(_message.Message):
     """
     drafter_index: _builtins.int
     """The index to write into `drafter_indices` for nodes of this drafter's own."""
+    tenant: _builtins.str
+    """Whose session it is, opaque, at most 128 bytes. Read on the first request of a stream only. What was
+    computed for one tenant is never reused for another.
+    """
     @_builtins.property
     def context(self) -> _context_pb2.ContextDelta:
         """Brings the context up to date before anything else happens."""
@@ -116,10 +121,11 @@ class ProposeRequest(_message.Message):
         budget: Global___Budget | None = ...,
         drafter_index: _builtins.int = ...,
         observations: _abc.Iterable[_observation_pb2.Observation] | None = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "context", b"context", "hint", b"hint", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "context", b"context", "drafter_index", b"drafter_index", "epoch", b"epoch", "hint", b"hint", "observations", b"observations", "round", b"round", "sampling", b"sampling", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "context", b"context", "drafter_index", b"drafter_index", "epoch", b"epoch", "hint", b"hint", "observations", b"observations", "round", b"round", "sampling", b"sampling", "step_id", b"step_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

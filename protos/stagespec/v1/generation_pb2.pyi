@@ -386,6 +386,7 @@ class GenerateRequest(_message.Message):
     NUM_LOGPROBS_FIELD_NUMBER: _builtins.int
     CHUNK_GRANULARITY_FIELD_NUMBER: _builtins.int
     RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Name of the request in logs and traces: at most 128 printable ASCII characters. Empty: the server makes
     one.
@@ -400,6 +401,10 @@ class GenerateRequest(_message.Message):
     """How tokens are grouped into chunks."""
     return_prompt_token_ids: _builtins.bool
     """Whether the completion repeats the prompt's token ids."""
+    tenant: _builtins.str
+    """Whose request it is, opaque to the server: at most 128 printable ASCII characters. What was computed for
+    one tenant is never reused for another, whose timing would tell. Requests without one share theirs.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Tokens, used as they are."""
@@ -433,10 +438,11 @@ class GenerateRequest(_message.Message):
         num_logprobs: _builtins.int | None = ...,
         chunk_granularity: Global___ChunkGranularity.ValueType = ...,
         return_prompt_token_ids: _builtins.bool = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "chat", b"chat", "num_logprobs", b"num_logprobs", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "chat", b"chat", "chunk_granularity", b"chunk_granularity", "num_logprobs", b"num_logprobs", "prompt", b"prompt", "request_id", b"request_id", "return_prompt_token_ids", b"return_prompt_token_ids", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "chat", b"chat", "chunk_granularity", b"chunk_granularity", "num_logprobs", b"num_logprobs", "prompt", b"prompt", "request_id", b"request_id", "return_prompt_token_ids", b"return_prompt_token_ids", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015

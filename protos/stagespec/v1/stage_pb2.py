@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from stagespec.v1 import observation_pb2 as stagespec_dot_v1_dot_observation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18stagespec/v1/stage.proto\x12\x0cstagespec.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1estagespec/v1/observation.proto\"\xcd\x04\n\tStageInfo\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.stagespec.v1.StageKind\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0eimplementation\x18\x03 \x01(\t\x12\x18\n\x10protocol_version\x18\x04 \x01(\x05\x12\r\n\x05model\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x15\n\rweight_format\x18\x08 \x01(\t\x12\x16\n\x0etokenizer_hash\x18\t \x01(\t\x12\x17\n\x0fvocabulary_size\x18\n \x01(\x05\x12\x1a\n\x12max_context_length\x18\x0b \x01(\x05\x12\x11\n\tmax_nodes\x18\x0c \x01(\x05\x12\x14\n\x0cmax_sessions\x18\r \x01(\x05\x12\x14\n\x0c\x63\x61n_rollback\x18\x0e \x01(\x08\x12\x36\n\x0cobservations\x18\x0f \x01(\x0b\x32 .stagespec.v1.ObservationRequest\x12\x16\n\x0enum_parameters\x18\x10 \x01(\x03\x12\x14\n\x0cweight_bytes\x18\x11 \x01(\x03\x12\x1d\n\x15\x63\x61\x63he_bytes_per_token\x18\x12 \x01(\x03\x12\x13\n\x0bnum_threads\x18\x13 \x01(\x05\x12\x12\n\nprocess_id\x18\x14 \x01(\x05\x12.\n\nstart_time\x18\x15 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\reos_token_ids\x18\x16 \x03(\x05\x12\x13\n\x0bhidden_size\x18\x17 \x01(\x05\"\x10\n\x0eGetInfoRequest\"8\n\x0fGetInfoResponse\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x17.stagespec.v1.StageInfo\"\x16\n\x14GetVocabularyRequest\"Z\n\x15GetVocabularyResponse\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\x05\x12\x0e\n\x06tokens\x18\x02 \x03(\x0c\x12\x19\n\x11special_token_ids\x18\x03 \x03(\x05\"\x11\n\x0fGetStatsRequest\"\x97\x02\n\x10GetStatsResponse\x12>\n\x08\x63ounters\x18\x01 \x03(\x0b\x32,.stagespec.v1.GetStatsResponse.CountersEntry\x12@\n\tlatencies\x18\x02 \x03(\x0b\x32-.stagespec.v1.GetStatsResponse.LatenciesEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1aP\n\x0eLatenciesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12-\n\x05value\x18\x02 \x01(\x0b\x32\x1e.stagespec.v1.LatencyHistogram:\x02\x38\x01\"E\n\x10LatencyHistogram\x12\x14\n\x0cupper_bounds\x18\x01 \x03(\x01\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\x03\x12\x0b\n\x03sum\x18\x03 \x01(\x01\"\x15\n\x13StartProfileRequest\"\x16\n\x14StartProfileResponse\"\x14\n\x12StopProfileRequest\"$\n\x13StopProfileResponse\x12\r\n\x05trace\x18\x01 \x01(\x0c\"8\n\x0c\x44rainRequest\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"%\n\rDrainResponse\x12\x14\n\x0cnum_sessions\x18\x01 \x01(\x05*X\n\tStageKind\x12\x1a\n\x16STAGE_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12STAGE_KIND_DRAFTER\x10\x01\x12\x17\n\x13STAGE_KIND_VERIFIER\x10\x02\x32\xec\x03\n\x0cStageService\x12\x46\n\x07GetInfo\x12\x1c.stagespec.v1.GetInfoRequest\x1a\x1d.stagespec.v1.GetInfoResponse\x12Z\n\rGetVocabulary\x12\".stagespec.v1.GetVocabularyRequest\x1a#.stagespec.v1.GetVocabularyResponse0\x01\x12I\n\x08GetStats\x12\x1d.stagespec.v1.GetStatsRequest\x1a\x1e.stagespec.v1.GetStatsResponse\x12U\n\x0cStartProfile\x12!.stagespec.v1.StartProfileRequest\x1a\".stagespec.v1.StartProfileResponse\x12T\n\x0bStopProfile\x12 .stagespec.v1.StopProfileRequest\x1a!.stagespec.v1.StopProfileResponse0\x01\x12@\n\x05\x44rain\x12\x1a.stagespec.v1.DrainRequest\x1a\x1b.stagespec.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18stagespec/v1/stage.proto\x12\x0cstagespec.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1estagespec/v1/observation.proto\"\x92\x05\n\tStageInfo\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.stagespec.v1.StageKind\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0eimplementation\x18\x03 \x01(\t\x12\x18\n\x10protocol_version\x18\x04 \x01(\x05\x12\r\n\x05model\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x15\n\rweight_format\x18\x08 \x01(\t\x12\x16\n\x0etokenizer_hash\x18\t \x01(\t\x12\x17\n\x0fvocabulary_size\x18\n \x01(\x05\x12\x1a\n\x12max_context_length\x18\x0b \x01(\x05\x12\x11\n\tmax_nodes\x18\x0c \x01(\x05\x12\x14\n\x0cmax_sessions\x18\r \x01(\x05\x12\x14\n\x0c\x63\x61n_rollback\x18\x0e \x01(\x08\x12\x36\n\x0cobservations\x18\x0f \x01(\x0b\x32 .stagespec.v1.ObservationRequest\x12\x16\n\x0enum_parameters\x18\x10 \x01(\x03\x12\x14\n\x0cweight_bytes\x18\x11 \x01(\x03\x12\x1d\n\x15\x63\x61\x63he_bytes_per_token\x18\x12 \x01(\x03\x12\x13\n\x0bnum_threads\x18\x13 \x01(\x05\x12\x12\n\nprocess_id\x18\x14 \x01(\x05\x12.\n\nstart_time\x18\x15 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\reos_token_ids\x18\x16 \x03(\x05\x12\x13\n\x0bhidden_size\x18\x17 \x01(\x05\x12\x18\n\x10max_cache_tokens\x18\x18 \x01(\x03\x12\x19\n\x11pass_weight_bytes\x18\x19 \x01(\x03\x12\x0e\n\x06kernel\x18\x1a \x01(\t\"\x10\n\x0eGetInfoRequest\"8\n\x0fGetInfoResponse\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x17.stagespec.v1.StageInfo\"\x16\n\x14GetVocabularyRequest\"Z\n\x15GetVocabularyResponse\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\x05\x12\x0e\n\x06tokens\x18\x02 \x03(\x0c\x12\x19\n\x11special_token_ids\x18\x03 \x03(\x05\"\x11\n\x0fGetStatsRequest\"\x97\x02\n\x10GetStatsResponse\x12>\n\x08\x63ounters\x18\x01 \x03(\x0b\x32,.stagespec.v1.GetStatsResponse.CountersEntry\x12@\n\tlatencies\x18\x02 \x03(\x0b\x32-.stagespec.v1.GetStatsResponse.LatenciesEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1aP\n\x0eLatenciesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12-\n\x05value\x18\x02 \x01(\x0b\x32\x1e.stagespec.v1.LatencyHistogram:\x02\x38\x01\"E\n\x10LatencyHistogram\x12\x14\n\x0cupper_bounds\x18\x01 \x03(\x01\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\x03\x12\x0b\n\x03sum\x18\x03 \x01(\x01\"\x15\n\x13StartProfileRequest\"\x16\n\x14StartProfileResponse\"\x14\n\x12StopProfileRequest\"$\n\x13StopProfileResponse\x12\r\n\x05trace\x18\x01 \x01(\x0c\"8\n\x0c\x44rainRequest\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"%\n\rDrainResponse\x12\x14\n\x0cnum_sessions\x18\x01 \x01(\x05*X\n\tStageKind\x12\x1a\n\x16STAGE_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12STAGE_KIND_DRAFTER\x10\x01\x12\x17\n\x13STAGE_KIND_VERIFIER\x10\x02\x32\xec\x03\n\x0cStageService\x12\x46\n\x07GetInfo\x12\x1c.stagespec.v1.GetInfoRequest\x1a\x1d.stagespec.v1.GetInfoResponse\x12Z\n\rGetVocabulary\x12\".stagespec.v1.GetVocabularyRequest\x1a#.stagespec.v1.GetVocabularyResponse0\x01\x12I\n\x08GetStats\x12\x1d.stagespec.v1.GetStatsRequest\x1a\x1e.stagespec.v1.GetStatsResponse\x12U\n\x0cStartProfile\x12!.stagespec.v1.StartProfileRequest\x1a\".stagespec.v1.StartProfileResponse\x12T\n\x0bStopProfile\x12 .stagespec.v1.StopProfileRequest\x1a!.stagespec.v1.StopProfileResponse0\x01\x12@\n\x05\x44rain\x12\x1a.stagespec.v1.DrainRequest\x1a\x1b.stagespec.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,40 +38,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATSRESPONSE_COUNTERSENTRY']._serialized_options = b'8\001'
   _globals['_GETSTATSRESPONSE_LATENCIESENTRY']._loaded_options = None
   _globals['_GETSTATSRESPONSE_LATENCIESENTRY']._serialized_options = b'8\001'
-  _globals['_STAGEKIND']._serialized_start=1499
-  _globals['_STAGEKIND']._serialized_end=1587
+  _globals['_STAGEKIND']._serialized_start=1568
+  _globals['_STAGEKIND']._serialized_end=1656
   _globals['_STAGEINFO']._serialized_start=140
-  _globals['_STAGEINFO']._serialized_end=729
-  _globals['_GETINFOREQUEST']._serialized_start=731
-  _globals['_GETINFOREQUEST']._serialized_end=747
-  _globals['_GETINFORESPONSE']._serialized_start=749
-  _globals['_GETINFORESPONSE']._serialized_end=805
-  _globals['_GETVOCABULARYREQUEST']._serialized_start=807
-  _globals['_GETVOCABULARYREQUEST']._serialized_end=829
-  _globals['_GETVOCABULARYRESPONSE']._serialized_start=831
-  _globals['_GETVOCABULARYRESPONSE']._serialized_end=921
-  _globals['_GETSTATSREQUEST']._serialized_start=923
-  _globals['_GETSTATSREQUEST']._serialized_end=940
-  _globals['_GETSTATSRESPONSE']._serialized_start=943
-  _globals['_GETSTATSRESPONSE']._serialized_end=1222
-  _globals['_GETSTATSRESPONSE_COUNTERSENTRY']._serialized_start=1093
-  _globals['_GETSTATSRESPONSE_COUNTERSENTRY']._serialized_end=1140
-  _globals['_GETSTATSRESPONSE_LATENCIESENTRY']._serialized_start=1142
-  _globals['_GETSTATSRESPONSE_LATENCIESENTRY']._serialized_end=1222
-  _globals['_LATENCYHISTOGRAM']._serialized_start=1224
-  _globals['_LATENCYHISTOGRAM']._serialized_end=1293
-  _globals['_STARTPROFILEREQUEST']._serialized_start=1295
-  _globals['_STARTPROFILEREQUEST']._serialized_end=1316
-  _globals['_STARTPROFILERESPONSE']._serialized_start=1318
-  _globals['_STARTPROFILERESPONSE']._serialized_end=1340
-  _globals['_STOPPROFILEREQUEST']._serialized_start=1342
-  _globals['_STOPPROFILEREQUEST']._serialized_end=1362
-  _globals['_STOPPROFILERESPONSE']._serialized_start=1364
-  _globals['_STOPPROFILERESPONSE']._serialized_end=1400
-  _globals['_DRAINREQUEST']._serialized_start=1402
-  _globals['_DRAINREQUEST']._serialized_end=1458
-  _globals['_DRAINRESPONSE']._serialized_start=1460
-  _globals['_DRAINRESPONSE']._serialized_end=1497
-  _globals['_STAGESERVICE']._serialized_start=1590
-  _globals['_STAGESERVICE']._serialized_end=2082
+  _globals['_STAGEINFO']._serialized_end=798
+  _globals['_GETINFOREQUEST']._serialized_start=800
+  _globals['_GETINFOREQUEST']._serialized_end=816
+  _globals['_GETINFORESPONSE']._serialized_start=818
+  _globals['_GETINFORESPONSE']._serialized_end=874
+  _globals['_GETVOCABULARYREQUEST']._serialized_start=876
+  _globals['_GETVOCABULARYREQUEST']._serialized_end=898
+  _globals['_GETVOCABULARYRESPONSE']._serialized_start=900
+  _globals['_GETVOCABULARYRESPONSE']._serialized_end=990
+  _globals['_GETSTATSREQUEST']._serialized_start=992
+  _globals['_GETSTATSREQUEST']._serialized_end=1009
+  _globals['_GETSTATSRESPONSE']._serialized_start=1012
+  _globals['_GETSTATSRESPONSE']._serialized_end=1291
+  _globals['_GETSTATSRESPONSE_COUNTERSENTRY']._serialized_start=1162
+  _globals['_GETSTATSRESPONSE_COUNTERSENTRY']._serialized_end=1209
+  _globals['_GETSTATSRESPONSE_LATENCIESENTRY']._serialized_start=1211
+  _globals['_GETSTATSRESPONSE_LATENCIESENTRY']._serialized_end=1291
+  _globals['_LATENCYHISTOGRAM']._serialized_start=1293
+  _globals['_LATENCYHISTOGRAM']._serialized_end=1362
+  _globals['_STARTPROFILEREQUEST']._serialized_start=1364
+  _globals['_STARTPROFILEREQUEST']._serialized_end=1385
+  _globals['_STARTPROFILERESPONSE']._serialized_start=1387
+  _globals['_STARTPROFILERESPONSE']._serialized_end=1409
+  _globals['_STOPPROFILEREQUEST']._serialized_start=1411
+  _globals['_STOPPROFILEREQUEST']._serialized_end=1431
+  _globals['_STOPPROFILERESPONSE']._serialized_start=1433
+  _globals['_STOPPROFILERESPONSE']._serialized_end=1469
+  _globals['_DRAINREQUEST']._serialized_start=1471
+  _globals['_DRAINREQUEST']._serialized_end=1527
+  _globals['_DRAINRESPONSE']._serialized_start=1529
+  _globals['_DRAINRESPONSE']._serialized_end=1566
+  _globals['_STAGESERVICE']._serialized_start=1659
+  _globals['_STAGESERVICE']._serialized_end=2151
 # @@protoc_insertion_point(module_scope)

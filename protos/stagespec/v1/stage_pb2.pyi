@@ -75,6 +75,9 @@ class StageInfo(_message.Message):
     START_TIME_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
+    MAX_CACHE_TOKENS_FIELD_NUMBER: _builtins.int
+    PASS_WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
+    KERNEL_FIELD_NUMBER: _builtins.int
     kind: Global___StageKind.ValueType
     """The service it serves."""
     name: _builtins.str
@@ -115,6 +118,14 @@ class StageInfo(_message.Message):
     """Its operating system process."""
     hidden_size: _builtins.int
     """Width of the target's last hidden state; set by verifiers. 0: no hidden states to observe."""
+    max_cache_tokens: _builtins.int
+    """Tokens that the contexts of all live sessions may have together, drafted nodes included: while they stay
+    within this, no request is refused for want of cache. 0: no limit.
+    """
+    pass_weight_bytes: _builtins.int
+    """Bytes of weights that one forward pass reads: embedding look-ups left out, a head counted once."""
+    kernel: _builtins.str
+    """What computes its forward passes, such as "native" or "torch". Empty: no model."""
     @_builtins.property
     def observations(self) -> _observation_pb2.ObservationRequest:
         """Observations it wants with each ProposeRequest."""
@@ -153,10 +164,13 @@ class StageInfo(_message.Message):
         start_time: _timestamp_pb2.Timestamp | None = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         hidden_size: _builtins.int = ...,
+        max_cache_tokens: _builtins.int = ...,
+        pass_weight_bytes: _builtins.int = ...,
+        kernel: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["observations", b"observations", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_bytes_per_token", b"cache_bytes_per_token", "can_rollback", b"can_rollback", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "hidden_size", b"hidden_size", "implementation", b"implementation", "kind", b"kind", "max_context_length", b"max_context_length", "max_nodes", b"max_nodes", "max_sessions", b"max_sessions", "model", b"model", "name", b"name", "num_parameters", b"num_parameters", "num_threads", b"num_threads", "observations", b"observations", "process_id", b"process_id", "protocol_version", b"protocol_version", "start_time", b"start_time", "tokenizer_hash", b"tokenizer_hash", "vocabulary_size", b"vocabulary_size", "weight_bytes", b"weight_bytes", "weight_format", b"weight_format"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_bytes_per_token", b"cache_bytes_per_token", "can_rollback", b"can_rollback", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "hidden_size", b"hidden_size", "implementation", b"implementation", "kernel", b"kernel", "kind", b"kind", "max_cache_tokens", b"max_cache_tokens", "max_context_length", b"max_context_length", "max_nodes", b"max_nodes", "max_sessions", b"max_sessions", "model", b"model", "name", b"name", "num_parameters", b"num_parameters", "num_threads", b"num_threads", "observations", b"observations", "pass_weight_bytes", b"pass_weight_bytes", "process_id", b"process_id", "protocol_version", b"protocol_version", "start_time", b"start_time", "tokenizer_hash", b"tokenizer_hash", "vocabulary_size", b"vocabulary_size", "weight_bytes", b"weight_bytes", "weight_format", b"weight_format"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -29,7 +29,7 @@ from stagespec.v1 import observation_pb2 as stagespec_dot_v1_dot_observation__pb
 from stagespec.v1 import sampling_pb2 as stagespec_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bstagespec/v1/verifier.proto\x12\x0cstagespec.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1astagespec/v1/context.proto\x1a\x18stagespec/v1/draft.proto\x1a\x1estagespec/v1/observation.proto\x1a\x1bstagespec/v1/sampling.proto\"\x98\x02\n\rVerifyRequest\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x05\x12+\n\x07\x63ontext\x18\x03 \x01(\x0b\x32\x1a.stagespec.v1.ContextDelta\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.stagespec.v1.SamplingParams\x12&\n\x05\x64raft\x18\x05 \x01(\x0b\x32\x17.stagespec.v1.DraftTree\x12\x19\n\x0cnum_logprobs\x18\x06 \x01(\x05H\x00\x88\x01\x01\x12\x36\n\x0cobservations\x18\x07 \x01(\x0b\x32 .stagespec.v1.ObservationRequestB\x0f\n\r_num_logprobs\"\xb3\x01\n\x0eVerifyResponse\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x05\x12\x18\n\x0bresync_from\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12&\n\x07verdict\x18\x04 \x01(\x0b\x32\x15.stagespec.v1.Verdict\x12/\n\x0cobservations\x18\x05 \x03(\x0b\x32\x19.stagespec.v1.ObservationB\x0e\n\x0c_resync_from\"\x87\x02\n\x07Verdict\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x16\n\x0e\x61\x63\x63\x65pted_nodes\x18\x02 \x03(\x05\x12\x16\n\x0e\x62onus_token_id\x18\x03 \x01(\x05\x12-\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1b.stagespec.v1.TokenLogprobs\x12\x11\n\tnum_nodes\x18\x05 \x01(\x05\x12\x19\n\x11num_dropped_nodes\x18\x06 \x01(\x05\x12\x10\n\x08num_rows\x18\x07 \x01(\x05\x12\x1c\n\x14num_batched_sessions\x18\x08 \x01(\x05\x12,\n\x07timings\x18\t \x01(\x0b\x32\x1b.stagespec.v1.VerifyTimings\"O\n\rTokenLogprobs\x12\x10\n\x08log_prob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\x05\x12\x15\n\rtop_log_probs\x18\x03 \x03(\x02\"\xe3\x01\n\rVerifyTimings\x12(\n\x05queue\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04sync\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07\x66orward\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06\x61\x63\x63\x65pt\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05total\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration2Z\n\x0fVerifierService\x12G\n\x06Verify\x12\x1b.stagespec.v1.VerifyRequest\x1a\x1c.stagespec.v1.VerifyResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bstagespec/v1/verifier.proto\x12\x0cstagespec.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1astagespec/v1/context.proto\x1a\x18stagespec/v1/draft.proto\x1a\x1estagespec/v1/observation.proto\x1a\x1bstagespec/v1/sampling.proto\"\xa8\x02\n\rVerifyRequest\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x05\x12+\n\x07\x63ontext\x18\x03 \x01(\x0b\x32\x1a.stagespec.v1.ContextDelta\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.stagespec.v1.SamplingParams\x12&\n\x05\x64raft\x18\x05 \x01(\x0b\x32\x17.stagespec.v1.DraftTree\x12\x19\n\x0cnum_logprobs\x18\x06 \x01(\x05H\x00\x88\x01\x01\x12\x36\n\x0cobservations\x18\x07 \x01(\x0b\x32 .stagespec.v1.ObservationRequest\x12\x0e\n\x06tenant\x18\x08 \x01(\tB\x0f\n\r_num_logprobs\"\xb3\x01\n\x0eVerifyResponse\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x05\x12\x18\n\x0bresync_from\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12&\n\x07verdict\x18\x04 \x01(\x0b\x32\x15.stagespec.v1.Verdict\x12/\n\x0cobservations\x18\x05 \x03(\x0b\x32\x19.stagespec.v1.ObservationB\x0e\n\x0c_resync_from\"\x87\x02\n\x07Verdict\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x16\n\x0e\x61\x63\x63\x65pted_nodes\x18\x02 \x03(\x05\x12\x16\n\x0e\x62onus_token_id\x18\x03 \x01(\x05\x12-\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1b.stagespec.v1.TokenLogprobs\x12\x11\n\tnum_nodes\x18\x05 \x01(\x05\x12\x19\n\x11num_dropped_nodes\x18\x06 \x01(\x05\x12\x10\n\x08num_rows\x18\x07 \x01(\x05\x12\x1c\n\x14num_batched_sessions\x18\x08 \x01(\x05\x12,\n\x07timings\x18\t \x01(\x0b\x32\x1b.stagespec.v1.VerifyTimings\"O\n\rTokenLogprobs\x12\x10\n\x08log_prob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\x05\x12\x15\n\rtop_log_probs\x18\x03 \x03(\x02\"\xe3\x01\n\rVerifyTimings\x12(\n\x05queue\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04sync\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07\x66orward\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06\x61\x63\x63\x65pt\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05total\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration2Z\n\x0fVerifierService\x12G\n\x06Verify\x12\x1b.stagespec.v1.VerifyRequest\x1a\x1c.stagespec.v1.VerifyResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,15 +37,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stagespec.v1.verifier_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_VERIFYREQUEST']._serialized_start=193
-  _globals['_VERIFYREQUEST']._serialized_end=473
-  _globals['_VERIFYRESPONSE']._serialized_start=476
-  _globals['_VERIFYRESPONSE']._serialized_end=655
-  _globals['_VERDICT']._serialized_start=658
-  _globals['_VERDICT']._serialized_end=921
-  _globals['_TOKENLOGPROBS']._serialized_start=923
-  _globals['_TOKENLOGPROBS']._serialized_end=1002
-  _globals['_VERIFYTIMINGS']._serialized_start=1005
-  _globals['_VERIFYTIMINGS']._serialized_end=1232
-  _globals['_VERIFIERSERVICE']._serialized_start=1234
-  _globals['_VERIFIERSERVICE']._serialized_end=1324
+  _globals['_VERIFYREQUEST']._serialized_end=489
+  _globals['_VERIFYRESPONSE']._serialized_start=492
+  _globals['_VERIFYRESPONSE']._serialized_end=671
+  _globals['_VERDICT']._serialized_start=674
+  _globals['_VERDICT']._serialized_end=937
+  _globals['_TOKENLOGPROBS']._serialized_start=939
+  _globals['_TOKENLOGPROBS']._serialized_end=1018
+  _globals['_VERIFYTIMINGS']._serialized_start=1021
+  _globals['_VERIFYTIMINGS']._serialized_end=1248
+  _globals['_VERIFIERSERVICE']._serialized_start=1250
+  _globals['_VERIFIERSERVICE']._serialized_end=1340
 # @@protoc_insertion_point(module_scope)

@@ -36,6 +36,7 @@ class VerifyRequest(_message.Message):
     DRAFT_FIELD_NUMBER: _builtins.int
     NUM_LOGPROBS_FIELD_NUMBER: _builtins.int
     OBSERVATIONS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """Number of the step; rises within a session."""
     epoch: _builtins.int
@@ -43,6 +44,10 @@ class VerifyRequest(_message.Message):
     num_logprobs: _builtins.int
     """Alternatives to report beside each committed token's own log probability, from 0 to 20. Unset: no log
     probabilities at all.
+    """
+    tenant: _builtins.str
+    """Whose session it is, opaque, at most 128 bytes. Read on the first request of a stream only. What was
+    computed for one tenant is never reused for another.
     """
     @_builtins.property
     def context(self) -> _context_pb2.ContextDelta:
@@ -70,10 +75,11 @@ class VerifyRequest(_message.Message):
         draft: _draft_pb2.DraftTree | None = ...,
         num_logprobs: _builtins.int | None = ...,
         observations: _observation_pb2.ObservationRequest | None = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "context", b"context", "draft", b"draft", "num_logprobs", b"num_logprobs", "observations", b"observations", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "context", b"context", "draft", b"draft", "epoch", b"epoch", "num_logprobs", b"num_logprobs", "observations", b"observations", "sampling", b"sampling", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "context", b"context", "draft", b"draft", "epoch", b"epoch", "num_logprobs", b"num_logprobs", "observations", b"observations", "sampling", b"sampling", "step_id", b"step_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015
