@@ -1,8 +1,8 @@
 """Weight formats: what is stored for a linear layer, and what that does to its numbers.
 
 Rounding is to the nearest. An 8-bit layer stores a scale for each group of weights, and rounds its input to
-16 bits, with a scale for each row and group, so that products are summed in integers and a row's result does not
-depend on other rows.
+16 bits, with a scale for each row and group, so that products are summed in integers and a row's result does
+not depend on other rows.
 """
 
 from typing import Any, TypeVar
