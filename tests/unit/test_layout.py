@@ -3,6 +3,7 @@
 import ast
 import doctest
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,7 +72,12 @@ def test_generated_code_is_fresh(tmp_path):
     committed = sorted((PROTO_ROOT / "stagespec/v1").glob("*_pb2*"))
     assert [path.name for path in fresh] == [path.name for path in committed]
     for new, old in zip(fresh, committed, strict=True):
-        assert new.read_bytes() == old.read_bytes(), f"{old.name} is stale: run `make protos`"
+        assert _without_patch(new) == _without_patch(old), f"{old.name} is stale: run `make protos`"
+
+
+def _without_patch(path):
+    """Generated text is the same for every patch release of the generator, which it names."""
+    return re.sub(r"(GRPC_GENERATED_VERSION = '\d+\.\d+)\.\d+'", r"\1'", path.read_text(encoding="utf-8"))
 
 
 def test_examples_in_docstrings_are_true():
