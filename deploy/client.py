@@ -24,8 +24,11 @@ from stagespec.v1.generation_pb2_grpc import GenerationServiceStub
 from stagespec.v1.pipeline_pb2 import GetPipelineRequest, GetPipelineResponse
 from stagespec.v1.pipeline_pb2_grpc import PipelineServiceStub
 
-Mode = Literal["off", "ngram", "draft", "staged"]
+Mode = Literal["off", "ngram", "draft", "staged", "chain"]
 MODES: tuple[Mode, ...] = get_args(Mode)
+
+CHAIN_LENGTH = 5
+"""Tokens in a draft of mode "chain", unless it is told otherwise."""
 
 RequestT = TypeVar("RequestT", bound=Message)
 ResponseT = TypeVar("ResponseT", bound=Message)
@@ -148,8 +151,19 @@ class Client:
         return described
 
 
-def speculation(mode: Mode, pipeline: GetPipelineResponse) -> SpeculationOptions:
-    """The options that a preset stands for in a pipeline: "ngram" and "draft" use the drafters of that kind.
+def speculation(
+    mode: Mode, pipeline: GetPipelineResponse, chain_length: int = CHAIN_LENGTH
+) -> SpeculationOptions:
+    """The options that a preset stands for in a pipeline.
+
+    "ngram" and "draft" use the drafters of that kind, "staged" all of them. "chain" is speculation as it is
+    usually done with two models (arXiv 2211.17192): a draft model alone guesses `chain_length` tokens one
+    after the other, each with a pass of its own.
+
+    Args:
+        mode: The preset.
+        pipeline: The stages that there are.
+        chain_length: Tokens in a draft of mode "chain".
 
     Raises:
         SetupError: The pipeline has no such drafter.
@@ -158,8 +172,33 @@ def speculation(mode: Mode, pipeline: GetPipelineResponse) -> SpeculationOptions
         return SpeculationOptions(enabled=False)
     if mode == "staged":
         return SpeculationOptions(enabled=True)
+    if mode == "chain":
+        return SpeculationOptions(
+            enabled=True,
+            drafters=[_draft_model(pipeline)],
+            max_nodes=chain_length,
+            max_depth=chain_length,
+            max_rounds=chain_length,
+            max_children=1,
+            fixed_size=True,
+        )
     names = [stage.name for stage in pipeline.drafters if mode in (stage.info.implementation, stage.name)]
     if not names:
-        there = ", ".join(f"{stage.name} ({stage.info.implementation})" for stage in pipeline.drafters)
-        raise SetupError(f"mode {mode} needs a drafter of that kind; the pipeline has {there or 'none'}")
+        raise SetupError(f"mode {mode} needs a drafter of that kind; the pipeline has {_drafters(pipeline)}")
     return SpeculationOptions(enabled=True, drafters=names)
+
+
+def _draft_model(pipeline: GetPipelineResponse) -> str:
+    """The drafter named "draft", or else the only one that has a model."""
+    if any(stage.name == "draft" for stage in pipeline.drafters):
+        return "draft"
+    names = [stage.name for stage in pipeline.drafters if stage.info.num_parameters > 0]
+    if len(names) != 1:
+        needed = 'one drafter with a model, or one named "draft"'
+        raise SetupError(f"mode chain needs {needed}; the pipeline has {_drafters(pipeline)}")
+    return names[0]
+
+
+def _drafters(pipeline: GetPipelineResponse) -> str:
+    there = ", ".join(f"{stage.name} ({stage.info.implementation})" for stage in pipeline.drafters)
+    return there or "none"

@@ -25,6 +25,9 @@ from orchestrator.settings import (
 from services.cache import cache_folder
 
 DEFAULT = Path(__file__).with_name("config.yaml")
+BUNDLED = Path(__file__).with_name("bundled")
+"""Trained drafts that come with stagespec."""
+
 _NAME = re.compile(r"[a-z0-9]([a-z0-9_-]{0,62}[a-z0-9])?")
 _VARIABLE = re.compile(r"\$\{(\w*)\}")
 
@@ -230,16 +233,18 @@ def require_files(config: Config) -> None:
 
 
 def _expand(value: Any, where: str) -> Any:
-    """Replaces ${cache} in every string."""
+    """Replaces the variables in every string."""
     if isinstance(value, Mapping):
         return {str(key): _expand(entry, f"{where}.{key}".lstrip(".")) for key, entry in value.items()}
     if isinstance(value, list):
         return [_expand(entry, f"{where}[{index}]") for index, entry in enumerate(value)]
     if isinstance(value, str):
-        unknown = [name for name in _VARIABLE.findall(value) if name != "cache"]
+        folders = {"cache": cache_folder(), "bundled": BUNDLED}
+        unknown = [name for name in _VARIABLE.findall(value) if name not in folders]
         if unknown:
-            raise ConfigError(f"{where} is {value!r}; ${{{unknown[0]}}} is unknown, there is only ${{cache}}")
-        return value.replace("${cache}", str(cache_folder()))
+            text = f"${{{unknown[0]}}} is unknown, there are only ${{cache}} and ${{bundled}}"
+            raise ConfigError(f"{where} is {value!r}; {text}")
+        return _VARIABLE.sub(lambda found: str(folders[found[1]]), value)
     return value
 
 

@@ -113,9 +113,16 @@ def _is_host(text: str) -> bool:
 
 def missing_files(stage: Stage) -> Iterator[str]:
     """The local files a stage needs that are not there, each as "path (what to do)"."""
-    path = stage.settings.table if isinstance(stage, NgramStage) else stage.settings.model
-    if path is None or Path(path).exists():
-        return
+    if isinstance(stage, NgramStage):
+        paths = [stage.settings.table]
+    else:
+        paths = [stage.settings.model, stage.settings.target if isinstance(stage, DraftStage) else None]
+    for path in paths:
+        if path is not None and not Path(path).exists():
+            yield from _missing(stage, path)
+
+
+def _missing(stage: Stage, path: str) -> Iterator[str]:
     if Path(path).is_relative_to(cache_folder()):
         yield f"{path} is missing: run `stagespec fetch`"
     elif path.startswith(("/", ".", "~")) or isinstance(stage, NgramStage):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from orchestrator.decode import Step
 from orchestrator.drafter_client import DrafterClient
 from orchestrator.pipeline import TARGET_ORIGIN
+from orchestrator.ranks import RankAccount
 from orchestrator.request import Generation
 from orchestrator.session import Session
 from orchestrator.stopping import Finish
@@ -13,6 +14,7 @@ from stagespec.rpc import to_duration
 from stagespec.v1.generation_pb2 import (
     Chunk,
     Completion,
+    DecodeWork,
     DrafterStats,
     GenerationTimings,
     SpeculationStats,
@@ -31,10 +33,12 @@ class Account:
         self._arrived = arrived
         self._started = self._first_token = time.monotonic()
         self._finish: Finish | None = None
-        self._num_tokens = 0
+        self._num_tokens = self._num_first = 0
         self._num_drafted = 0
         self._num_rounds = 0
+        self._num_levels = 0
         self._histogram: list[int] = []
+        self._ranks = RankAccount()
 
     def __str__(self) -> str:
         seconds = time.monotonic() - self._started
@@ -44,12 +48,15 @@ class Account:
         """Takes one step into the account."""
         if not self._histogram:
             self._first_token = time.monotonic()
+            self._num_first = len(step.output.token_ids)
         num_accepted = len(step.verdict.accepted_nodes)
         self._histogram.extend([0] * (num_accepted + 1 - len(self._histogram)))
         self._histogram[num_accepted] += 1
         self._num_tokens += len(step.output.token_ids)
         self._num_drafted += len(step.draft)
         self._num_rounds += step.num_rounds
+        self._num_levels += step.num_levels
+        self._ranks.add(step.draft, step.verdict.accepted_nodes)
         self._finish = step.output.finish
 
     def completion(self, generation: Generation, session: Session) -> Completion:
@@ -62,14 +69,7 @@ class Account:
             usage=Usage(num_prompt_tokens=len(generation.prompt), num_completion_tokens=self._num_tokens),
             seed=generation.sampling.seed,
             effective=generation.effective,
-            speculation=SpeculationStats(
-                num_steps=sum(self._histogram),
-                num_drafted=self._num_drafted,
-                num_accepted=sum(k * count for k, count in enumerate(self._histogram)),
-                accepted_histogram=self._histogram,
-                drafters=[_drafter_stats(client) for client in session.clients],
-                num_rounds=self._num_rounds,
-            ),
+            speculation=self._speculation(session),
             timings=GenerationTimings(
                 queue=to_duration(self._started - self._arrived),
                 first_token=to_duration(self._first_token - self._arrived),
@@ -84,6 +84,27 @@ class Account:
         if finish.string is not None:
             completion.matched_string = finish.string
         return completion
+
+    def _speculation(self, session: Session) -> SpeculationStats:
+        clients, num_steps = session.clients, sum(self._histogram)
+        return SpeculationStats(
+            num_steps=num_steps,
+            num_drafted=self._num_drafted,
+            num_accepted=sum(k * count for k, count in enumerate(self._histogram)),
+            accepted_histogram=self._histogram,
+            drafters=[_drafter_stats(client) for client in clients],
+            num_rounds=self._num_rounds,
+            num_levels=self._num_levels,
+            ranks=self._ranks.to_proto([client.stage.name for client in clients]),
+            decode_work=DecodeWork(
+                num_tokens=self._num_tokens - self._num_first,
+                num_steps=num_steps - 1,
+                stages=[
+                    *(client.work.to_proto(client.stage.name) for client in clients),
+                    session.verifier.work.to_proto(TARGET_ORIGIN),
+                ],
+            ),
+        )
 
 
 def chunks(step: Step, clients: Sequence[DrafterClient], *, per_token: bool) -> Iterator[Chunk]:

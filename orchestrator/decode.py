@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from orchestrator.roles import Budget, Drafter, DraftLimits, Verdict, Verifier
 from orchestrator.stopping import Output, Stopper
+from orchestrator.work import FIRST_STEP
 from stagespec.tree import EMPTY_DRAFT, DraftTree
 from stagespec.v1.verifier_pb2 import TokenLogprobs
 
@@ -30,6 +31,11 @@ class Step:
     verdict: Verdict
     draft: DraftTree
     num_rounds: int
+
+    @property
+    def num_levels(self) -> int:
+        """Levels of the draft."""
+        return max(self.draft.depths, default=-1) + 1
 
     @property
     def owners(self) -> list[int | None]:
@@ -67,10 +73,10 @@ async def decode(
         RpcError: The verifier is lost, or cannot decide.
     """
     context = list(prompt)
-    for step_id in itertools.count(1):
+    for step_id in itertools.count(FIRST_STEP):
         budget = limits.budget(len(context), stopper.num_left)
         lineup = drafters() if budget.has_room else ()
-        draft, num_rounds = await grow_draft(context, lineup, budget, limits.max_rounds, step_id)
+        draft, num_rounds = await grow_draft(context, lineup, budget, limits, step_id)
         verdict = await verifier.verify(context, draft, step_id)
         output = stopper.clip(verdict.token_ids)
         context.extend(output.token_ids)
@@ -80,15 +86,15 @@ async def decode(
 
 
 async def grow_draft(
-    context: Sequence[int], drafters: Sequence[Drafter], budget: Budget, max_rounds: int, step_id: int
+    context: Sequence[int], drafters: Sequence[Drafter], budget: Budget, limits: DraftLimits, step_id: int
 ) -> tuple[DraftTree, int]:
-    """Passes a draft along the drafters, for as many rounds as are worth their price.
+    """Passes a draft along the drafters, for as many rounds as are worth their price or fill it.
 
     Returns:
         The draft, and the number of rounds it took.
     """
     draft, num_rounds, gain = EMPTY_DRAFT, 0, math.inf
-    while drafters and num_rounds < max_rounds and gain > budget.pass_price:
+    while drafters and num_rounds < limits.max_rounds and gain > budget.pass_price:
         num_before, gain = len(draft), 0.0
         for drafter in drafters:
             proposal = await drafter.propose(context, draft, budget, step_id, num_rounds)
@@ -96,4 +102,7 @@ async def grow_draft(
         num_rounds += 1
         if len(draft) <= num_before:
             break  # Nothing was added: another round would ask the same question again.
+        if limits.fixed_size:
+            # Whoever drafts one chain has nothing to say about the next round, and is asked all the same.
+            gain = math.inf if len(draft) < budget.max_nodes else 0.0
     return draft, num_rounds

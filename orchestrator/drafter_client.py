@@ -13,8 +13,10 @@ import grpc
 from orchestrator.counters import Counters
 from orchestrator.observations import ObservationBuffer
 from orchestrator.roles import Budget, Proposal
+from orchestrator.siblings import likeliest_children
 from orchestrator.stage import Stage
 from orchestrator.stream import Patience, Question, StageError, StageStream
+from orchestrator.work import Work
 from stagespec.tree import ROOT, DraftTree, most_probable, repair
 from stagespec.v1 import drafter_pb2
 from stagespec.v1.context_pb2 import ContextDelta
@@ -22,6 +24,9 @@ from stagespec.v1.draft_pb2 import DraftTree as DraftTreeMessage
 from stagespec.v1.drafter_pb2 import ProposeRequest, ProposeResponse
 from stagespec.v1.drafter_pb2_grpc import DrafterServiceStub
 from stagespec.v1.sampling_pb2 import SamplingParams
+
+_MOST_EXCESS = 4
+"""Times the nodes that were asked for. What a drafter sends beyond is not even looked at."""
 
 
 class DrafterClient:
@@ -39,6 +44,7 @@ class DrafterClient:
     Attributes:
         stage: The drafter.
         counters: What it did for this request.
+        work: What its model did for this request.
         num_skipped_steps: Steps that went on without it.
         skip_reason: Why it was last skipped; empty if it never was.
     """
@@ -55,6 +61,7 @@ class DrafterClient:
     ) -> None:
         self.stage = stage
         self.counters = Counters()
+        self.work = Work()
         self.num_skipped_steps = 0
         self.skip_reason = ""
         self._index = index
@@ -88,25 +95,32 @@ class DrafterClient:
             self._skip(step_id, error.reason)
             return Proposal(hint)
         self.stage.note_answer()
-        num_excess = _cut(response.draft, 4 * budget.max_nodes)
+        num_excess = _cut(response.draft, _MOST_EXCESS * budget.max_nodes)
         repaired = repair(
             response.draft,
             vocabulary_size=self._vocabulary_size,
-            max_nodes=budget.max_nodes,
+            max_nodes=_MOST_EXCESS * budget.max_nodes,
             max_depth=budget.max_depth,
         )
+        draft = repaired.tree
+        if budget.max_children is not None:
+            # No fault of the drafter's, which may not know this limit.
+            draft = likeliest_children(draft, budget.max_children)
+        if len(draft) > budget.max_nodes:
+            num_excess += len(draft) - budget.max_nodes
+            draft = draft.select(most_probable(draft, budget.max_nodes))
+        num_passes = max(0, response.num_passes)
+        self.work.add(step_id, len(context), num_passes, max(0, response.num_rows))
         self.count(
             Counters(
                 num_calls=1,
-                num_passes=max(0, response.num_passes),
+                num_passes=num_passes,
                 num_dropped_nodes=repaired.num_dropped + num_excess,
                 seconds=time.perf_counter() - started,
             )
         )
         gain = response.next_round_gain
-        return Proposal(
-            credit(repaired.tree, hint, self._index), gain if math.isfinite(gain) and gain > 0 else 0.0
-        )
+        return Proposal(credit(draft, hint, self._index), gain if math.isfinite(gain) and gain > 0 else 0.0)
 
     def count(self, counters: Counters) -> None:
         """Adds to the request's account and to the drafter's own."""
@@ -155,6 +169,7 @@ class DrafterClient:
                     max_depth=budget.max_depth,
                     node_price=budget.node_price,
                     pass_price=budget.pass_price,
+                    max_children=budget.max_children or 0,
                 ),
                 drafter_index=self._index,
                 observations=observations,

@@ -132,6 +132,9 @@ def settle(request: GenerateRequest, request_id: str, codec: TextCodec, model: S
         pass_price=model.speculation.pass_price,
         # Near the end of what there is, drafts get smaller.
         max_context_length=min(limits_of_context, default=None),
+        # No node has more children than a draft has nodes.
+        max_children=speculation.max_children if speculation.max_children < speculation.max_nodes else None,
+        fixed_size=speculation.fixed_size,
     )
     drafters: tuple[str, ...] | None = None
     if not speculation.enabled:
@@ -280,10 +283,16 @@ def _settle_speculation(
         else min(defaults.max_nodes, model.max_nodes),
         max_depth=options.max_depth if options.HasField("max_depth") else defaults.max_depth,
         max_rounds=options.max_rounds if options.HasField("max_rounds") else defaults.max_rounds,
+        fixed_size=options.fixed_size,
     )
+    if options.HasField("max_children"):
+        settled.max_children = options.max_children
+    else:
+        settled.max_children = max(1, settled.max_nodes)
     found.check_range("speculation.max_nodes", settled.max_nodes, 1, model.max_nodes)
     found.check_minimum("speculation.max_depth", settled.max_depth, 1)
     found.check_minimum("speculation.max_rounds", settled.max_rounds, 1)
+    found.check_minimum("speculation.max_children", settled.max_children, 1)
     known = ", ".join(model.drafter_names) or "none"
     for i, name in enumerate(options.drafters):
         field = f"speculation.drafters[{i}]"

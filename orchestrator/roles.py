@@ -20,12 +20,14 @@ class Budget:
         max_depth: Most levels.
         node_price: Cost of one more node in the verifier's pass.
         pass_price: Cost of one more pass of a drafter's model.
+        max_children: Most children of one node; None for no limit.
     """
 
     max_nodes: int
     max_depth: int
     node_price: float
     pass_price: float
+    max_children: int | None = None
 
     @property
     def has_room(self) -> bool:
@@ -44,6 +46,8 @@ class DraftLimits:
         node_price: See `Budget`.
         pass_price: See `Budget`.
         max_context_length: What the verifier holds, drafted nodes included; None for no limit.
+        max_children: Most children of one node; None for no limit.
+        fixed_size: Whether drafts grow to these limits whatever that costs; the prices are not used then.
     """
 
     max_nodes: int
@@ -52,6 +56,8 @@ class DraftLimits:
     node_price: float
     pass_price: float
     max_context_length: int | None = None
+    max_children: int | None = None
+    fixed_size: bool = False
 
     def budget(self, context_length: int, num_left: int) -> Budget:
         """The budget of the next draft.
@@ -60,10 +66,13 @@ class DraftLimits:
             context_length: Tokens of the context.
             num_left: Tokens that may still be generated; the last of them is always the target's own.
         """
-        max_nodes = self.max_nodes
+        max_nodes, max_depth = self.max_nodes, min(self.max_depth, num_left - 1)
         if self.max_context_length is not None:
             max_nodes = min(max_nodes, self.max_context_length - context_length)
-        return Budget(max_nodes, min(self.max_depth, num_left - 1), self.node_price, self.pass_price)
+        if self.max_children == 1:
+            max_nodes = min(max_nodes, max_depth)  # A chain has one node a level.
+        node_price, pass_price = (0.0, 0.0) if self.fixed_size else (self.node_price, self.pass_price)
+        return Budget(max_nodes, max_depth, node_price, pass_price, self.max_children)
 
 
 @dataclass(frozen=True, slots=True)

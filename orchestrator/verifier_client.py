@@ -18,6 +18,7 @@ from orchestrator.counters import Counters
 from orchestrator.roles import Verdict
 from orchestrator.stage import Stage
 from orchestrator.stream import Patience, Question, StageError, StageStream
+from orchestrator.work import Work
 from stagespec.rpc import RpcError
 from stagespec.tree import ROOT, DraftTree
 from stagespec.v1 import verifier_pb2
@@ -59,6 +60,7 @@ class VerifierClient:
 
     Attributes:
         counters: What it did for this request.
+        work: What its model did for this request.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class VerifierClient:
         on_observations: Callable[[Sequence[Observation]], None],
     ) -> None:
         self.counters = Counters()
+        self.work = Work()
         self._stage = stage
         self._sampling = sampling
         self._tenant = tenant
@@ -104,6 +107,7 @@ class VerifierClient:
             )
         for reply in replies:
             self._on_observations(reply.observations)
+        self.work.add(step_id, len(context), 1, max(0, message.num_rows))
         self.count(
             Counters(
                 num_passes=1, num_nodes=max(0, message.num_nodes), num_accepted=len(message.accepted_nodes)

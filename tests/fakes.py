@@ -334,6 +334,32 @@ def oracle(target: Target, depth: int | None = None) -> Script:
     return script
 
 
+def level_by_level(target: Target, num_wrong: int = 2) -> Script:
+    """Adds to the hint's deepest path, a round at a time, the right token and some that are less likely.
+
+    As a draft model would, but it knows no limit on children.
+    """
+
+    async def script(context: tuple[int, ...], request: ProposeRequest) -> ProposeResponse:
+        draft, path, node = request.hint, list(context), -1
+        depth = 0
+        while children := [child for child, parent in enumerate(draft.parents) if parent == node]:
+            node, depth = children[0], depth + 1
+            path.append(draft.token_ids[node])
+        if depth < request.budget.max_depth and len(draft.token_ids) < request.budget.max_nodes:
+            logits = target(tuple(path))
+            right = oracle_draw(logits, request.sampling, path, len(path))
+            wrong = [token_id for token_id in range(len(logits)) if token_id != right]
+            for token_id in (right, *wrong[:num_wrong]):
+                draft.token_ids.append(token_id)
+                draft.parents.append(node)
+                draft.log_probs.append(-0.1 if token_id == right else -3.0)
+                draft.drafter_indices.append(request.drafter_index)
+        return ProposeResponse(draft=draft, num_rows=3)
+
+    return script
+
+
 def always(answer: DraftTree | ProposeResponse) -> Script:
     async def script(context: tuple[int, ...], request: ProposeRequest) -> DraftTree | ProposeResponse:
         return answer

@@ -23,6 +23,7 @@ class Bench:
         gguf: File for llama.cpp; None for the bundled target's.
         records: Where results go.
         note: Told how it goes, a line at a time.
+        concurrency: Most requests at once where nothing is timed.
         skipped: What is left out, and why.
     """
 
@@ -33,6 +34,7 @@ class Bench:
     gguf: Path | None
     records: Records
     note: Callable[[str], None]
+    concurrency: int = 8
     skipped: dict[str, str] = field(default_factory=dict)
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from deploy.bench.order import turn_order
 from deploy.bench.records import Key, Records
-from deploy.bench.settings import PEER_SAMPLINGS, PLAIN, Settings
+from deploy.bench.settings import OWN_SIZES, PEER_SAMPLINGS, PLAIN, Settings
 from deploy.bench.ways import Way
 
 
@@ -41,6 +41,8 @@ class Unit:
         """Under which circumstances, as far as some models or servers do not allow them."""
         if self.part == "sessions":
             return f"{self.key[3]} sessions"
+        if self.part == "speculation" and self.key[3]:
+            return f"{self.key[3]} nodes"
         return f"{self.part} at {self.key[2]}" if self.part in ("prefill", "verify") else self.part
 
 
@@ -59,6 +61,16 @@ def peer_ways(settings: Settings) -> list[Way]:
     return [Way(peer) for peer in settings.peers]
 
 
+def draft_sizes(settings: Settings, mode: str) -> list[int]:
+    """Most nodes in a draft, for each size that a mode is counted with; 0: the server's or its own setting.
+
+    The first one is the size that the mode is timed with.
+    """
+    if mode in OWN_SIZES:
+        return [0]
+    return list(dict.fromkeys([settings.max_nodes or 0, *settings.budgets]))
+
+
 def all_units(settings: Settings, num_prompts: int) -> list[Unit]:
     """Every measurement of a run, in order."""
     by_part: dict[str, Iterator[Unit]] = {
@@ -67,6 +79,7 @@ def all_units(settings: Settings, num_prompts: int) -> list[Unit]:
         "sessions": _session_units(settings),
         "verify": _verify_units(settings),
         "quality": _quality_units(settings, num_prompts),
+        "speculation": _speculation_units(settings, num_prompts),
     }
     return [unit for part, units in by_part.items() if part in settings.parts for unit in units]
 
@@ -131,3 +144,13 @@ def _quality_units(settings: Settings, num_prompts: int) -> Iterator[Unit]:
         for variant in settings.variants:
             key = ("quality", variant.label, prompt)
             yield Unit(key, key, key[:2])
+
+
+def _speculation_units(settings: Settings, num_prompts: int) -> Iterator[Unit]:
+    # Prompt by prompt, so that a run that is cut short has something of everything.
+    for prompt in range(num_prompts):
+        for sampling in settings.samplings:
+            for way in own_ways(settings):
+                for max_nodes in draft_sizes(settings, way.mode):
+                    key = ("speculation", way.name, sampling, max_nodes, prompt)
+                    yield Unit(key, key, key[:4])

@@ -37,6 +37,7 @@ def build_report(settings: Settings, num_prompts: int, records: Records) -> dict
         "num_prompts": num_prompts,
         "machine": found,
         "idle": records.get(("idle",)),
+        "pass_sizes": {str(label): sizes for (label,), sizes in records.of("sizes").items()},
         "results": generate_results(settings, records, machine),
         "prefill": prefill_results(settings, records, machine),
         "sessions": session_results(settings, records, machine),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from deploy.bench.roofline import target_work
-from deploy.bench.settings import PLAIN, SAMPLINGS, Variant
+from deploy.bench.settings import OWN_SIZES, PLAIN, SAMPLINGS, Settings, Variant
 from deploy.bench.ways import Description, Sample, Way
 from deploy.client import Client, Mode, speculation
 from deploy.config import Config
@@ -131,6 +131,7 @@ class Stream:
         arrivals: When tokens came, and how many.
         end: When it was over.
         token_ids: The tokens.
+        origins: Who proposed each of them.
         completion: What the server says of it.
     """
 
@@ -138,7 +139,19 @@ class Stream:
     arrivals: tuple[tuple[float, int], ...]
     end: float
     token_ids: tuple[int, ...]
+    origins: tuple[str, ...]
     completion: Completion
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Steps, drafted and accepted nodes and draft passes."""
+        stats = self.completion.speculation
+        return {
+            "num_steps": stats.num_steps,
+            "num_drafted": stats.num_drafted,
+            "num_accepted": stats.num_accepted,
+            "num_draft_passes": sum(drafter.num_passes for drafter in stats.drafters),
+        }
 
 
 class OwnRunner:
@@ -147,15 +160,18 @@ class OwnRunner:
     Args:
         server: The server.
         mode: The mode.
+        settings: How large its drafts are.
 
     Raises:
         SetupError: The server has no drafter for the mode.
     """
 
-    def __init__(self, server: Server, mode: Mode) -> None:
+    def __init__(self, server: Server, mode: Mode, settings: Settings) -> None:
         self.way = Way(mode, server.label)
         self.server = server
-        self._options: SpeculationOptions = speculation(mode, server.pipeline)
+        self._options: SpeculationOptions = speculation(mode, server.pipeline, settings.chain_length)
+        if settings.max_nodes is not None and mode not in OWN_SIZES:
+            self._options.max_nodes = settings.max_nodes
         info = server.target
         # Where drafts are verified, a pass has as many rows as the draft has nodes.
         work = target_work(info) if mode == PLAIN else None
@@ -164,18 +180,12 @@ class OwnRunner:
     async def generate(self, prompt: Sequence[int], sampling: str, max_tokens: int) -> Sample:
         """See `Runner`."""
         stream = await self.stream(prompt, sampling, max_tokens)
-        stats = stream.completion.speculation
         return Sample(
             stream.token_ids,
             stream.end - stream.begin,
             stream.arrivals[0][0] - stream.begin,
             stream.arrivals[0][1],
-            {
-                "num_steps": stats.num_steps,
-                "num_drafted": stats.num_drafted,
-                "num_accepted": stats.num_accepted,
-                "num_draft_passes": sum(drafter.num_passes for drafter in stats.drafters),
-            },
+            stream.counts,
         )
 
     async def prefill(self, prompt: Sequence[int]) -> float:
@@ -184,9 +194,23 @@ class OwnRunner:
         return stream.arrivals[0][0] - stream.begin
 
     async def stream(
-        self, prompt: Sequence[int], sampling: str, max_tokens: int, *, ignore_eos: bool = False
+        self,
+        prompt: Sequence[int],
+        sampling: str,
+        max_tokens: int,
+        *,
+        ignore_eos: bool = False,
+        max_nodes: int | None = None,
     ) -> Stream:
-        """Runs a generation and notes when its tokens come."""
+        """Runs a generation and notes when its tokens come.
+
+        Args:
+            prompt: Token ids.
+            sampling: One of `SAMPLINGS`.
+            max_tokens: Most tokens to generate.
+            ignore_eos: Whether to go on after end-of-sequence tokens.
+            max_nodes: Most nodes in a draft; None for what the settings say.
+        """
         request = GenerateRequest(
             token_ids=TokenIds(token_ids=prompt),
             sampling=self._sampling(sampling),
@@ -195,8 +219,11 @@ class OwnRunner:
             # A prompt that comes again must be computed again.
             tenant=f"bench-{next(_numbers)}",
         )
+        if max_nodes is not None:
+            request.speculation.max_nodes = max_nodes
         arrivals: list[tuple[float, int]] = []
         token_ids: list[int] = []
+        origins: list[str] = []
         completion: Completion | None = None
         begin = time.perf_counter()
         async for event in self.server.client.generate(request):
@@ -205,10 +232,11 @@ class OwnRunner:
             elif event.token_ids:
                 arrivals.append((time.perf_counter(), len(event.token_ids)))
                 token_ids += event.token_ids
+                origins += event.origins
         end = time.perf_counter()
         if completion is None or not arrivals:
             raise SetupError(f"{self.way.name}: the server ended a generation without tokens")
-        return Stream(begin, tuple(arrivals), end, tuple(token_ids), completion)
+        return Stream(begin, tuple(arrivals), end, tuple(token_ids), tuple(origins), completion)
 
     def _sampling(self, name: str) -> SamplingOptions:
         options = SamplingOptions()

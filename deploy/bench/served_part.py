@@ -1,4 +1,4 @@
-"""The parts that go through a running server, with the peers beside it: generate, prefill, sessions."""
+"""What goes through a running server, with the peers beside it: generate, prefill, sessions, speculation."""
 
 import random
 import sys
@@ -15,6 +15,8 @@ from deploy.bench.plan import Unit, own_ways, plain_ways
 from deploy.bench.processes import peak_memory
 from deploy.bench.served import OwnRunner, Server, connect, serve
 from deploy.bench.sessions import measure_sessions
+from deploy.bench.settings import TIMED_PARTS
+from deploy.bench.traffic import pass_sizes
 from deploy.bench.ways import Runner
 from deploy.client import Mode
 from deploy.errors import SetupError
@@ -30,16 +32,18 @@ class Served:
         runners: By the names of their ways.
         prompts: Token ids of each prompt.
         vocabulary_size: Number of token ids.
+        max_requests: Requests that each server takes at once.
     """
 
     runners: dict[str, Runner]
     prompts: list[list[int]]
     vocabulary_size: int
+    max_requests: int
 
 
 @asynccontextmanager
 async def served(bench: Bench, units: Sequence[Unit]) -> AsyncIterator[Served]:
-    """Starts the servers and peers that the units need, one after the other, and warms them up.
+    """Starts the servers and peers that the units need, one after the other, and warms up what is timed.
 
     Raises:
         SetupError: A server does not start, or a prompt does not fit.
@@ -52,10 +56,13 @@ async def served(bench: Bench, units: Sequence[Unit]) -> AsyncIterator[Served]:
         longest = _check_lengths(bench, servers[0], prompts)
         runners: dict[str, Runner] = {}
         by_label = {server.label: server for server in servers}
+        for label, server in by_label.items():
+            sizes = {name: asdict(size) for name, size in pass_sizes(server.pipeline).items()}
+            bench.records.add(("sizes", label), sizes)
         for way in dict.fromkeys([*own_ways(settings), *plain_ways(settings)]):
             if way.name in wanted:
                 try:
-                    runners[way.name] = OwnRunner(by_label[way.variant], cast(Mode, way.mode))
+                    runners[way.name] = OwnRunner(by_label[way.variant], cast(Mode, way.mode), settings)
                 except SetupError as error:
                     bench.skip(way.name, str(error))
         place = Place(target, longest, bench.gguf, bench.timeout, bench.note)
@@ -69,14 +76,18 @@ async def served(bench: Bench, units: Sequence[Unit]) -> AsyncIterator[Served]:
                     continue
                 stack.push_async_callback(peer.stop)
                 runners[name] = peer
+        is_timed = any(unit.part in TIMED_PARTS for unit in units)
         for name, runner in runners.items():
             try:
-                await runner.generate(prompts[0], "greedy", min(_WARM_UP_TOKENS, settings.max_tokens))
+                if is_timed:
+                    await runner.generate(prompts[0], "greedy", min(_WARM_UP_TOKENS, settings.max_tokens))
             except ChildError as error:
                 bench.skip(name, str(error))
             bench.records.add(("way", name), {**asdict(runner.way), **asdict(runner.description)})
-        await watch_idle(bench, runners.values())
-        yield Served(runners, prompts, servers[0].model.vocabulary_size)
+        if is_timed:
+            await watch_idle(bench, runners.values())
+        model = servers[0].model
+        yield Served(runners, prompts, model.vocabulary_size, model.max_concurrent_requests)
 
 
 async def measure_unit(bench: Bench, everything: Served, unit: Unit) -> dict[str, Any]:
@@ -115,7 +126,7 @@ def _check_lengths(bench: Bench, server: Server, prompts: Sequence[Sequence[int]
     """Leaves out what the server cannot do, and returns the longest context that is needed.
 
     Raises:
-        SetupError: A prompt does not fit.
+        SetupError: A prompt does not fit, or drafts would be larger than the server allows.
     """
     settings, limit = bench.settings, server.model.max_context_length or sys.maxsize
     for index, prompt in enumerate(prompts):
@@ -124,6 +135,14 @@ def _check_lengths(bench: Bench, server: Server, prompts: Sequence[Sequence[int]
                 f"prompt {index} has {len(prompt)} tokens and --max-tokens is {settings.max_tokens}; "
                 f"together they exceed the target's context of {limit}"
             )
+    most = server.model.max_nodes
+    chain_length = settings.chain_length if "chain" in settings.modes else None
+    for option, value in (("--max-nodes", settings.max_nodes), ("--chain-length", chain_length)):
+        if value is not None and value > most:
+            raise SetupError(f"{option} is {value}; the server allows at most {most} nodes in a draft")
+    for budget in settings.budgets if "speculation" in settings.parts else ():
+        if budget > most:
+            bench.skip(f"{budget} nodes", f"the server allows at most {most} nodes in a draft")
     lengths = settings.prompt_lengths if "prefill" in settings.parts else ()
     for length in lengths:
         if length + 1 > limit:

@@ -3,10 +3,12 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from deploy.client import MODES
+from deploy.client import CHAIN_LENGTH, MODES
 from stagespec.v1.generation_pb2 import SamplingOptions
 
-PARTS = ("generate", "prefill", "sessions", "verify", "quality")
+TIMED_PARTS = ("generate", "prefill", "sessions", "verify", "quality")
+PARTS = (*TIMED_PARTS, "speculation")
+"""The others count, and do not depend on how fast the machine is."""
 SUITES = ("humaneval",)
 PEERS = ("hf", "llamacpp-f32", "llamacpp-f16", "llamacpp-q4")
 SAMPLINGS = {
@@ -18,6 +20,9 @@ PEER_SAMPLINGS = ("greedy",)
 
 PLAIN = "off"
 """The mode that is plain decoding."""
+
+OWN_SIZES = (PLAIN, "chain")
+"""Modes whose drafts have a size of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +64,12 @@ class Settings:
         row_counts: Rows of the verify passes that are timed.
         prompt_lengths: Lengths of the prompts whose prefill is timed.
         session_counts: How many requests run at once where throughput is measured.
+        chain_length: Tokens in a draft of mode "chain".
+        max_nodes: Most nodes in a draft of the other modes; None for the server's setting.
+        budgets: What else that limit is set to where drafts are counted.
     """
 
-    parts: tuple[str, ...] = PARTS
+    parts: tuple[str, ...] = TIMED_PARTS
     modes: tuple[str, ...] = (PLAIN,)
     samplings: tuple[str, ...] = ("greedy",)
     peers: tuple[str, ...] = ()
@@ -72,6 +80,9 @@ class Settings:
     row_counts: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     prompt_lengths: tuple[int, ...] = (512, 2048)
     session_counts: tuple[int, ...] = (1, 2, 4, 8)
+    chain_length: int = CHAIN_LENGTH
+    max_nodes: int | None = None
+    budgets: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         known = {"parts": PARTS, "modes": MODES, "samplings": tuple(SAMPLINGS), "peers": PEERS}
@@ -83,16 +94,19 @@ class Settings:
             if not getattr(self, name):
                 raise ValueError(f"there are no {name}: name at least one")
         numbers = ("contexts", "row_counts", "prompt_lengths", "session_counts")
-        for name in (*known, "variants", *numbers):
+        for name in (*known, "variants", *numbers, "budgets"):
             values = getattr(self, name)
             if len(set(values)) < len(values):
                 raise ValueError(f"{name} name something twice: {', '.join(map(str, values))}")
         for name in numbers:
             if not getattr(self, name) or min(getattr(self, name)) < 1:
                 raise ValueError(f"{name} must be whole numbers from 1")
-        for name in ("max_tokens", "num_pairs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)} and must be at least 1")
+        if any(budget < 1 for budget in self.budgets):
+            raise ValueError("budgets must be whole numbers from 1")
+        for name in ("max_tokens", "num_pairs", "chain_length", "max_nodes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value} and must be at least 1")
 
     def plain(self) -> dict[str, Any]:
         """The settings as plain data."""

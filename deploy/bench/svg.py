@@ -1,4 +1,4 @@
-"""Small charts as SVG text: lines, and bars with their spread. It does not know what they show."""
+"""Small charts as SVG text: lines, columns, and bars. It does not know what they show."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,6 +8,7 @@ from xml.sax.saxutils import escape
 _WIDTH, _HEIGHT = 640, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 20, 50, 50
 _BAR_HEIGHT = 30
+_ROOM_FOR_TEXT = 36
 # Colours that people who see colours differently can tell apart (Okabe and Ito).
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
 
@@ -94,6 +95,68 @@ def bar_chart(title: str, unit: str, bars: Sequence[Bar]) -> str:
         end = left + max(bar.value, bar.high) * scale
         parts.append(_text(end + 8, middle + 5, f"{bar.value:.1f} {unit}"))
     return _document(_TOP + len(bars) * _BAR_HEIGHT + 20, parts)
+
+
+def column_chart(title: str, x_title: str, y_title: str, values: Sequence[float]) -> str:
+    """Columns side by side, as many as there are, and a line at their mean.
+
+    Args:
+        title: Above the chart.
+        x_title: Below the columns, which have no labels of their own.
+        y_title: Above the y axis, which begins at 0.
+        values: Heights from the left; at least one, and not all 0.
+    """
+    top, mean = _round_up(max(values)), sum(values) / len(values)
+    width, height = (_WIDTH - _LEFT - _RIGHT) / len(values), _HEIGHT - _TOP - _BOTTOM
+    parts = [_text(_LEFT, 20, title, weight="bold"), _text(_LEFT, _TOP - 12, y_title)]
+    for step in range(5):
+        down = _TOP + height * (1 - step / 4)
+        parts.append(_line(_LEFT, down, _WIDTH - _RIGHT, down, "#dddddd"))
+        parts.append(_text(_LEFT - 8, down + 4, f"{top * step / 4:g}", anchor="end"))
+    for index, value in enumerate(values):
+        tall = value / top * height
+        parts.append(
+            f'<rect x="{_LEFT + (index + 0.1) * width:.2f}" y="{_TOP + height - tall:.1f}" '
+            f'width="{0.8 * width:.2f}" height="{tall:.1f}" fill="{_COLOURS[0]}" fill-opacity="0.8"/>'
+        )
+    down = _TOP + height * (1 - mean / top)
+    parts.append(_line(_LEFT, down, _WIDTH - _RIGHT, down, "#222222"))
+    parts.append(_text(_WIDTH - _RIGHT, down - 5, f"mean {mean:.2f}", anchor="end"))
+    parts.append(_text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 20, x_title, anchor="middle"))
+    return _document(_HEIGHT, parts)
+
+
+def share_chart(title: str, rows: Mapping[str, Mapping[str, float]]) -> str:
+    """Bars of one length, divided.
+
+    Args:
+        title: Above the chart.
+        rows: For each bar, from the top, the shares by name, 1 together. A name has one colour in all bars.
+    """
+    names = sorted({name for shares in rows.values() for name in shares})
+    colours = {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(names)}
+    left = 12 + 8 * max(map(len, rows))
+    scale = _WIDTH - left - _RIGHT
+    parts = [_text(12, 20, title, weight="bold")]
+    for index, (label, shares) in enumerate(rows.items()):
+        down, across = _TOP + index * _BAR_HEIGHT, float(left)
+        parts.append(_text(left - 8, down + _BAR_HEIGHT * 0.35 + 5, label, anchor="end"))
+        for name in names:
+            width = shares.get(name, 0.0) * scale
+            parts.append(
+                f'<rect x="{across:.1f}" y="{down}" width="{width:.1f}" '
+                f'height="{_BAR_HEIGHT * 0.7:.1f}" fill="{colours[name]}" fill-opacity="0.8"/>'
+            )
+            if width > _ROOM_FOR_TEXT:
+                middle = across + width / 2
+                text = f"{shares[name]:.0%}"
+                parts.append(_text(middle, down + _BAR_HEIGHT * 0.35 + 5, text, anchor="middle"))
+            across += width
+    down, across = _TOP + len(rows) * _BAR_HEIGHT + 20, float(left)
+    for name in names:
+        parts.append(_text(across, down, name, colour=colours[name]))
+        across += 20 + 8 * len(name)
+    return _document(down + 20, parts)
 
 
 def _round_up(value: float) -> float:

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from deploy.bench.ways import Way
+from deploy.bench.speculation_tables import speculation_lines
+from deploy.bench.ways import name_of
 from deploy.cli.output import table
 
 Row = tuple[str, ...]
@@ -16,11 +17,12 @@ def show(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"machine: {machine['processor'] or 'unknown processor'}, {machine['num_threads']} threads"
         yield f"it reads {machine['read_bytes_per_s'] / 1e9:.1f} GB/s"
         yield f"it computes {machine['flops'] / 1e9:.0f} GFLOP/s in float32"
-    yield "of limit: share of the speed that reading weights and cache once, and the arithmetic, allow here"
+        yield "of limit: share of the speed that reading weights and cache once, and the arithmetic, allow"
     if any(result["weight_format"] == "int8" for result in (*report["results"], *report["verify"])):
         yield "  (8-bit numbers are multiplied faster than float32: their share may pass 100%)"
     for sampling in report["settings"]["samplings"]:
-        results = [result for result in report["results"] if result["sampling"] == sampling]
+        everything = [result for result in report["results"] if result["sampling"] == sampling]
+        results = [result for result in everything if result["first_token_s"] is not None]
         if results:
             yield from (
                 "",
@@ -29,6 +31,7 @@ def show(report: Mapping[str, Any]) -> Iterator[str]:
             yield from table(_generate_rows(results))
             yield from ("", f"ratios of decoding speed, {sampling}, pair by pair: medians (quartiles)")
             yield from table(_ratio_rows(results))
+        yield from speculation_lines(sampling, [result for result in everything if "rates" in result])
     for title, rows in (
         ("prefill, tokens/s", _prefill_rows(report["prefill"])),
         ("sessions at once, tokens/s of all together", _session_rows(report["sessions"])),
@@ -49,11 +52,6 @@ def show(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"left out: {entry['what']}: {entry['reason']}"
     if not report["complete"]:
         yield f"unfinished: {report['num_missing']} measurements are missing"
-
-
-def name_of(result: Mapping[str, Any]) -> str:
-    """The name of the way that a result is about."""
-    return Way(result["mode"], result["variant"]).name
 
 
 def _generate_rows(results: Sequence[Mapping[str, Any]]) -> list[Row]:

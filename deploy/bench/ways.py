@@ -30,6 +30,11 @@ class Way:
         return self.mode if self.is_peer else f"{self.mode} {self.variant}"
 
 
+def name_of(result: Mapping[str, Any]) -> str:
+    """The name of the way that a result is about."""
+    return Way(result["mode"], result["variant"]).name
+
+
 @dataclass(frozen=True, slots=True)
 class Description:
     """What is known of a way once its model is loaded.

@@ -33,6 +33,13 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
 
 
+def add_chain_length(parser: "argparse._ActionsContainer") -> None:
+    """How long the drafts of mode chain are."""
+    parser.add_argument(
+        "--chain-length", type=positive, metavar="K", help="tokens in a draft of mode chain; default: 5"
+    )
+
+
 def load_config(args: argparse.Namespace, *, listen: str | None = None) -> "Config":
     """The configuration that the arguments of `add_config` name.
 

@@ -1,10 +1,10 @@
-"""`stagespec bench`: how fast each way of decoding is here, or with --check-exact, if all give the same."""
+"""`stagespec bench`: how fast each way of decoding is here and what drafts bring, or if all give the same."""
 
 import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploy.cli.arguments import add_server, load_config, positive
+from deploy.cli.arguments import add_chain_length, add_server, load_config, positive
 
 if TYPE_CHECKING:
     from deploy.bench.settings import Settings, Variant
@@ -13,18 +13,20 @@ if TYPE_CHECKING:
 SPEED_OPTIONS = (
     *("modes", "sampling", "peers", "parts", "pairs"),
     *("contexts", "rows", "prompt_lengths", "sessions", "gguf", "out"),
+    *("budgets", "chain_length"),
 )
-EXACT_OPTIONS = ("temperature", "top_k", "top_p", "seed", "max_nodes", "concurrency")
+EXACT_OPTIONS = ("temperature", "top_k", "top_p", "seed")
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Registers the command."""
     parser = subparsers.add_parser(
         "bench",
-        help="measure speed, or check that all modes give the same tokens",
+        help="measure speed and what drafts bring, or check that all modes give the same tokens",
         description="Measures own modes through the served pipeline beside other programs, in turns, and how "
-        "near the machine's limit each comes. With --check-exact it compares tokens instead and exits with 1 "
-        "if they differ beyond rounding.",
+        "near the machine's limit each comes. The part speculation counts what drafts bring, however "
+        "fast that goes. With --check-exact it compares tokens instead and exits with 1 if they differ "
+        "beyond rounding.",
     )
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--suite", metavar="NAME", help="prompts by name; default: humaneval, the only one")
@@ -44,7 +46,21 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--kernel", type=_names, metavar="LIST", help="what computes their forward passes; likewise"
     )
-    _add_speed(parser.add_argument_group("speed (lists are separated by commas)"))
+    parser.add_argument(
+        "--max-nodes",
+        type=positive,
+        nargs="+",
+        metavar="N",
+        help="most nodes in a draft; default: the server's; with --check-exact, which takes several, "
+        "staged is compared with each of them too",
+    )
+    parser.add_argument(
+        "--concurrency",
+        type=positive,
+        metavar="N",
+        help="requests at once, of the part speculation or of --check-exact; default: 8, or 1",
+    )
+    _add_speed(parser.add_argument_group("speed and drafts (lists are separated by commas)"))
     _add_exact(parser.add_argument_group("tokens"))
     parser.set_defaults(run=run)
 
@@ -52,10 +68,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def _add_speed(group: argparse._ArgumentGroup) -> None:
     listed: dict[str, Any] = {"type": _names, "metavar": "LIST"}
     numbers: dict[str, Any] = {"type": _numbers, "metavar": "LIST"}
-    group.add_argument("--modes", **listed, help="off, ngram, draft, staged; default: off")
+    group.add_argument("--modes", **listed, help="off, ngram, draft, staged, chain; default: off")
     group.add_argument("--sampling", **listed, help="greedy, topk50; default: greedy")
     group.add_argument("--peers", **listed, help="hf, llamacpp-f32, llamacpp-f16, llamacpp-q4; default: none")
-    group.add_argument("--parts", **listed, help="generate, prefill, sessions, verify, quality; default: all")
+    group.add_argument(
+        "--parts",
+        **listed,
+        help="generate, prefill, sessions, verify, quality, speculation; default: all but the last",
+    )
     group.add_argument(
         "--pairs", type=positive, metavar="N", help="least pairs of runs behind a ratio; default: 5"
     )
@@ -63,6 +83,8 @@ def _add_speed(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--rows", **numbers, help="of verify passes; default: 1,2,4,8,16,32,64")
     group.add_argument("--prompt-lengths", **numbers, help="of prefills; default: 512,2048")
     group.add_argument("--sessions", **numbers, help="requests at once; default: 1,2,4,8")
+    group.add_argument("--budgets", **numbers, help="--max-nodes to count drafts with too; default: none")
+    add_chain_length(group)
     group.add_argument("--gguf", type=Path, metavar="FILE", help="the target for llama.cpp; default: bundled")
     group.add_argument(
         "--out", type=Path, metavar="FOLDER", help="keep records and plots here; a run cut short goes on"
@@ -75,10 +97,6 @@ def _add_exact(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--top-k", type=positive, metavar="K")
     group.add_argument("--top-p", type=float, metavar="P")
     group.add_argument("--seed", type=int, metavar="N", help="of the draws; default: 0")
-    group.add_argument(
-        "--max-nodes", type=positive, nargs="+", metavar="N", help="also staged with these limits"
-    )
-    group.add_argument("--concurrency", type=positive, metavar="N", help="requests at once; default: 1")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -122,10 +140,17 @@ def _settings(args: argparse.Namespace) -> "Settings":
         **{"modes": "modes", "sampling": "samplings", "peers": "peers", "parts": "parts"},
         **{"pairs": "num_pairs", "contexts": "contexts", "rows": "row_counts"},
         **{"prompt_lengths": "prompt_lengths", "sessions": "session_counts"},
+        **{"budgets": "budgets", "chain_length": "chain_length"},
     }
     for option, name in names.items():
         if getattr(args, option) is not None:
             changes[name] = getattr(args, option)
+    if args.max_nodes is not None:
+        if len(args.max_nodes) > 1:
+            raise SetupError("--max-nodes: several go with --check-exact only; --budgets counts with several")
+        changes["max_nodes"] = args.max_nodes[0]
+    if "speculation" not in (args.parts or ()):
+        _refuse(args, ("budgets", "concurrency"), "go with --parts speculation or --check-exact")
     if args.target is not None:
         if args.parts is None:
             changes["parts"] = ("generate", "prefill", "sessions")
@@ -156,6 +181,8 @@ async def _bench(args: argparse.Namespace, settings: "Settings") -> int:
     config = _config(args, settings)
     with Records(args.out, _identity(args, settings, config)) as records:
         bench = Bench(settings, prompts, config, args.target, args.gguf, records, note)
+        if args.concurrency is not None:
+            bench.concurrency = args.concurrency
         try:
             await measure(bench)
         except asyncio.CancelledError:

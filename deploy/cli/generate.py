@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploy.cli.arguments import add_server, load_config, positive
+from deploy.cli.arguments import add_chain_length, add_server, load_config, positive
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,10 +40,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     prompt.add_argument("--humaneval", type=int, metavar="N", help="HumanEval prompt number N, from 0")
     parser.add_argument(
         "--mode",
-        choices=("off", "ngram", "draft", "staged"),
+        choices=("off", "ngram", "draft", "staged", "chain"),
         default="staged",
-        help="drafters to use; default: staged, all of the pipeline",
+        help="drafters to use; default: staged, all of the pipeline; chain: a draft model alone, a fixed "
+        "number of tokens in a row",
     )
+    add_chain_length(parser)
     parser.add_argument(
         "--max-tokens", type=positive, metavar="N", help="default: the server's, see its configuration"
     )
@@ -61,6 +63,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--logprobs", type=int, metavar="N", help="log probabilities with N alternatives")
     parser.add_argument("--max-nodes", type=int, metavar="N", help="most nodes in a draft")
     parser.add_argument("--max-depth", type=int, metavar="N", help="most levels in a draft")
+    parser.add_argument("--max-children", type=int, metavar="N", help="most children of one node; 1: a chain")
     parser.add_argument(
         "--color", choices=("auto", "always", "never"), default="auto", help="by who proposed each token"
     )
@@ -81,7 +84,7 @@ async def _generate(args: argparse.Namespace, request: "GenerateRequest") -> int
     import json
 
     from deploy.cli.output import note
-    from deploy.client import Client, speculation
+    from deploy.client import CHAIN_LENGTH, Client, speculation
     from deploy.serve import running
 
     async with contextlib.AsyncExitStack() as stack:
@@ -90,7 +93,9 @@ async def _generate(args: argparse.Namespace, request: "GenerateRequest") -> int
             address = await stack.enter_async_context(running(load_config(args, listen="127.0.0.1:0"), note))
         client = await stack.enter_async_context(Client(address))
         pipeline = await client.get_pipeline()
-        request.speculation.MergeFrom(speculation(args.mode, pipeline))
+        options = speculation(args.mode, pipeline, args.chain_length or CHAIN_LENGTH)
+        options.MergeFrom(request.speculation)  # A limit that is given counts, whatever the mode is.
+        request.speculation.CopyFrom(options)
         if args.json:
             print(json.dumps(await _collect(client, request)))
         else:
@@ -113,6 +118,7 @@ def _request(args: argparse.Namespace) -> "GenerateRequest":
     _set(request, "num_logprobs", args.logprobs)
     _set(request.speculation, "max_nodes", args.max_nodes)
     _set(request.speculation, "max_depth", args.max_depth)
+    _set(request.speculation, "max_children", args.max_children)
     return request
 
 

@@ -18,6 +18,7 @@ COMMANDS = (
     "bench",
     "pipeline",
     "build_ngram",
+    "train_draft",
     "health",
     "check_config",
 )

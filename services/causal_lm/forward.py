@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from services.causal_lm.rows import Rows
@@ -17,11 +18,14 @@ class Segment:
         rows: The session's store; the new rows are its last ones.
         num_new: How many.
         wanted: Which of them need logits, as indices from 0.
+        inputs: What the first layer reads for each new row, in float32, instead of its token's embedding; for
+            all segments of a pass or for none. [num_new, hidden]
     """
 
     rows: Rows
     num_new: int
     wanted: Sequence[int]
+    inputs: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,13 @@ class Output:
 
     logits: Tensor
     hidden_states: Tensor
+
+
+def given_inputs(segments: Sequence[Segment]) -> Tensor | None:
+    """The inputs of all segments of a pass together, [n, hidden], if they have any."""
+    found = [segment.inputs for segment in segments if segment.inputs is not None]
+    assert len(found) in (0, len(segments)), "all segments of a pass have inputs, or none"
+    return torch.cat(found) if found else None
 
 
 class Forward(Protocol):

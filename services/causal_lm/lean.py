@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from services.causal_lm.buckets import SIZES, bucket
-from services.causal_lm.forward import Output, Segment
+from services.causal_lm.forward import Output, Segment, given_inputs
 from services.causal_lm.graphs import Capture, Work, capture_for
 from services.causal_lm.head import make_head
 from services.causal_lm.linears import Multiply, make_linear
@@ -90,7 +90,7 @@ class LeanForward:
     def __call__(self, segments: Sequence[Segment]) -> list[Output]:
         """See `services.causal_lm.forward.Forward`."""
         layout = lay_out(segments, self._embedding.device)
-        state, (begin, *rest) = self._prepare(layout)
+        state, (begin, *rest) = self._prepare(layout, given_inputs(segments))
         begin()
         for index, piece in enumerate(rest):
             self._attend(index, layout, state)
@@ -107,13 +107,17 @@ class LeanForward:
             )
         ]
 
-    def _prepare(self, layout: Layout) -> tuple[PassState, list[Work]]:
-        """The state of a pass, and its pieces: all but the attentions, which come between them."""
+    def _prepare(self, layout: Layout, given: Tensor | None) -> tuple[PassState, list[Work]]:
+        """The state of a pass, and its pieces: all but the attentions, which come between them.
+
+        Passes with given inputs are those of small drafts, and run as they are on any device.
+        """
         token_ids, positions = layout.token_ids, layout.positions
         pieces = [partial(self._piece, index) for index in range(len(self._layers) + 1)]
         size = None if self._capture is None else bucket(len(token_ids))
-        if self._capture is None or size is None:
+        if self._capture is None or size is None or given is not None:
             state = begun_state(self._weights, token_ids, positions)
+            state.given = given
             return state, [partial(piece, state) for piece in pieces]
         if not self._captured:
             # All sizes before the first pass, whose state a capture would overwrite. The largest comes first,
@@ -137,7 +141,7 @@ class LeanForward:
 
     def _embed(self, state: PassState) -> None:
         weights, dtype = self._weights, self._weights.embedding.dtype
-        state.x = self._embedding[state.token_ids].to(dtype)
+        state.x = (self._embedding[state.token_ids] if state.given is None else state.given).to(dtype)
         if self._positions is not None:
             state.x.add_(self._positions[state.positions])
         if weights.cosines is not None and weights.sines is not None:

@@ -89,7 +89,7 @@ def load(settings: ModelSettings) -> LoadedModel:
     num_parameters = sum(parameter.numel() for parameter in parameters)
     num_pass_weights = num_parameters - _num_looked_up(model)
     max_context_length = _max_context_length(config, settings)
-    vocabulary = _vocabulary(settings.model)
+    vocabulary = vocabulary_of(settings.model)
     num_logits = config.vocab_size
     size = num_logits if vocabulary is None else min(len(vocabulary.tokens), num_logits)
     eos_token_ids = _eos_token_ids(model)
@@ -100,29 +100,33 @@ def load(settings: ModelSettings) -> LoadedModel:
         torch.set_num_threads(1)
     if settings.device.startswith("cuda"):
         torch.cuda.empty_cache()  # what fusing and checking left, so that caches find it free
-    rows = run.new_rows()
+    bytes_each = bytes_per_weight(settings.weight_format or settings.dtype)
+    info = describe(settings, kernel, run.new_rows(), num_threads)
+    info.tokenizer_hash = "" if vocabulary is None else vocabulary.hash
+    info.vocabulary_size = size
+    info.max_context_length = max_context_length
+    info.num_parameters = num_parameters
+    info.weight_bytes = round(num_parameters * bytes_each)
+    info.pass_weight_bytes = round(num_pass_weights * bytes_each)
+    info.eos_token_ids.extend(eos_token_ids)
+    return LoadedModel(run, kernel, config.hidden_size, vocabulary, info)
+
+
+def describe(settings: ModelSettings, kernel: str, rows: Rows, num_threads: int) -> stage_pb2.StageInfo:
+    """What there is to say about a stage from how its model is run, whatever the model is."""
     layers, heads = rows.values.shape[:2]
     width = (rows.keys.shape[3] + rows.values.shape[3]) * rows.keys.element_size()
-    weight_format = settings.weight_format or settings.dtype
-    info = stage_pb2.StageInfo(
+    return stage_pb2.StageInfo(
         model=settings.model,
         device=settings.device,
         dtype=settings.dtype,
-        weight_format=weight_format,
+        weight_format=settings.weight_format or settings.dtype,
         kernel=kernel,
-        tokenizer_hash="" if vocabulary is None else vocabulary.hash,
-        vocabulary_size=size,
-        max_context_length=max_context_length,
         max_nodes=settings.max_nodes,
         can_rollback=True,
-        num_parameters=num_parameters,
-        weight_bytes=round(num_parameters * bytes_per_weight(weight_format)),
-        pass_weight_bytes=round(num_pass_weights * bytes_per_weight(weight_format)),
         cache_bytes_per_token=layers * heads * width,
         num_threads=num_threads,
-        eos_token_ids=eos_token_ids,
     )
-    return LoadedModel(run, kernel, config.hidden_size, vocabulary, info)
 
 
 def _checked_forward(
@@ -159,17 +163,25 @@ def _makers(
     model: PreTrainedModel, weights: Weights | None, settings: ModelSettings, num_threads: int
 ) -> Iterator[tuple[str, Callable[[], Forward]]]:
     """What may run the model, the fastest first."""
+    if weights is not None:
+        yield from lean_makers(weights, settings, num_threads)
+    if settings.kernel in ("auto", "generic"):
+        yield "generic", partial(_generic, model, settings.weight_format or settings.dtype)
+
+
+def lean_makers(
+    weights: Weights, settings: ModelSettings, num_threads: int
+) -> Iterator[tuple[str, Callable[[], Forward]]]:
+    """What may run weights of a family that the lean passes know, by its name, the fastest first."""
     asked = settings.kernel
     weight_format = settings.weight_format or settings.dtype
     on_cpu = settings.device == "cpu" and settings.dtype == "float32"
-    if weights is not None and on_cpu and asked in ("auto", "native"):
+    if on_cpu and asked in ("auto", "native"):
         library = native_library()
         if library is not None:
             yield "native", partial(NativeForward, library, weights, weight_format, num_threads)
-    if weights is not None and asked in ("auto", "torch"):
+    if asked in ("auto", "torch"):
         yield "torch", partial(LeanForward, weights, weight_format)
-    if asked in ("auto", "generic"):
-        yield "generic", partial(_generic, model, weight_format)
 
 
 def _generic(model: PreTrainedModel, weight_format: str) -> Forward:
@@ -222,7 +234,8 @@ def _rope_types(parameters: dict[str, object]) -> Iterable[str]:
             yield from _rope_types(value)
 
 
-def _vocabulary(model: str) -> Vocabulary | None:
+def vocabulary_of(model: str) -> Vocabulary | None:
+    """The vocabulary of a model's tokenizer; None for a model without one."""
     path = cached_file(model, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
     if path is not None:
         return read_vocabulary(Tokenizer.from_file(path))

@@ -21,6 +21,7 @@ class PassState:
         qkv: A layer's queries, then keys, then values. [n, num_heads + 2 * num_kv_heads, head_dim]
         cosines: Of the rotary positions, or None. [n, 1, head_dim]
         sines: Likewise.
+        given: What the first layer reads instead of the tokens' embeddings, or None. [n, hidden]
     """
 
     token_ids: Tensor
@@ -30,6 +31,7 @@ class PassState:
     qkv: Tensor = field(init=False)
     cosines: Tensor | None = None
     sines: Tensor | None = None
+    given: Tensor | None = None
 
     def fill(self, token_ids: Tensor, positions: Tensor) -> None:
         """Sets what the first rows are. The others become token 0 at position 0, which every model has."""

@@ -6,14 +6,15 @@ estimate is a softmax over those. Where an earlier drafter has guessed children,
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from services.sampling import History, perturb, process
+from services.calibration import Calibration
+from services.sampling import History, Ids, perturb, process
 from stagespec.rpc import RpcError
 from stagespec.v1.sampling_pb2 import SamplingParams
 
@@ -25,6 +26,10 @@ FLOOR = 1e-3
 
 NUM_RANKED = 256
 """Tokens whose noise is looked at. The others almost never win and would cost most of the time."""
+
+
+NUM_TAUGHT = 4
+"""Children of a place that calibration learns from; the others hardly ever come true."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +75,19 @@ def rank(
     history: History,
     trust: float,
     count: int,
+    token_ids: Ids | None = None,
 ) -> list[Candidates]:
     """Finds the candidates of several nodes.
 
     Args:
-        logits: The draft's raw logits after each node. [num_places, vocab]
+        logits: The draft's raw logits after each node. [num_places, num_scored]
         places: The nodes.
         sampling: The request's parameters: advice, followed so far as the ranked tokens allow.
         history: Tokens of the context.
         trust: Weight of the guesses in the mixture, from 0 to 1.
         count: How many of the likeliest to return for each, guesses not counted.
+        token_ids: The tokens that the logits are of, rising; None where a token's id is its place. Of guesses
+            beyond them nothing is known but what their drafter says. [num_scored]
 
     Returns:
         One entry a place. Where the logits cannot be used there are no candidates: a draft may be empty.
@@ -88,11 +96,12 @@ def rank(
     totals = torch.logsumexp(logits, dim=-1).cpu().numpy()
     found = []
     for index, place in enumerate(places):
-        ids, values = top_ids[index], top_logits[index]
-        guessed = np.setdiff1d(np.array(list(place.guesses), dtype=np.int64), ids)
+        places_of, values = top_ids[index], top_logits[index]
+        guessed = np.setdiff1d(_places(token_ids, place.guesses, logits.shape[1]), places_of)
         if len(guessed):
-            ids = np.concatenate([ids, guessed])
+            places_of = np.concatenate([places_of, guessed])
             values = np.concatenate([values, logits[index, guessed].cpu().numpy()])
+        ids = places_of if token_ids is None else token_ids[places_of]
         order = np.argsort(ids)
         try:
             processed = process(ids[order], values[order], sampling, history.extended(place.path))
@@ -138,6 +147,35 @@ def update_trust(trust: float, candidates: Candidates, token_id: int) -> float:
     own = (1.0 - trust) * max(_exp(candidates.own.get(token_id)), FLOOR)
     moved = trust + LEARNING_RATE * (guessed / (guessed + own) - trust)
     return min(max(moved, TRUST_LIMITS[0]), TRUST_LIMITS[1])
+
+
+def calibrated(candidates: Candidates, calibration: Calibration) -> Candidates:
+    """The same children with estimates that experience has corrected."""
+    log_probs = (calibration.log_prob(p, rank) for rank, p in enumerate(candidates.log_probs))
+    return replace(candidates, log_probs=tuple(log_probs))
+
+
+def teach(calibration: Calibration, candidates: Candidates, token_id: int) -> None:
+    """Tells a calibration which of a place's first children came true, if any.
+
+    Args:
+        calibration: It has seen none of this before.
+        candidates: What was expected, not calibrated.
+        token_id: What the target drew.
+    """
+    children = zip(candidates.token_ids[:NUM_TAUGHT], candidates.log_probs, strict=False)
+    for place, (child, log_prob) in enumerate(children):
+        calibration.learn(log_prob, place, child == token_id)
+
+
+def _places(token_ids: Ids | None, wanted: Iterable[int], num_scored: int) -> Ids:
+    """Where tokens stand among those that were scored; those that do not are left out."""
+    ids = np.fromiter(wanted, dtype=np.int64)
+    if token_ids is None:
+        return ids[ids < num_scored]
+    at = np.minimum(np.searchsorted(token_ids, ids), len(token_ids) - 1)
+    found: Ids = at[token_ids[at] == ids]
+    return found
 
 
 def _exp(log_prob: float | None) -> float:

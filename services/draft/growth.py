@@ -43,7 +43,7 @@ def grow(
         drafter_index: Owner of the other nodes.
 
     Returns:
-        At most `max_nodes` nodes on at most `max_depth` levels.
+        At most `max_nodes` nodes on at most `max_depth` levels, with at most `max_children` to a node.
     """
     hinted = hint.children()
     min_log_prob = math.log(budget.node_price) if budget.node_price > 0 else -math.inf
@@ -65,7 +65,8 @@ def grow(
         guesses = {} if hint_parent is None else hinted.get(hint_parent, {})
         if candidates.log_probs:
             best_children.append(math.exp(candidates.log_probs[0]))
-        for token_id, child in zip(candidates.token_ids, candidates.log_probs, strict=True):
+        most = budget.max_children or None
+        for token_id, child in zip(candidates.token_ids[:most], candidates.log_probs, strict=False):
             total = log_prob + child
             if total >= min_log_prob:
                 entry = (

@@ -7,12 +7,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from services.calibration import Calibration
 from services.engine import Job, Proposal, ProposeTask
-from services.ngram.growth import grow
+from services.ngram.growth import grow, learn
+from services.ngram.memory import SuffixMemory
 from services.ngram.mixture import Mixture
 from services.ngram.session import NgramSession
 from services.ngram.settings import NgramSettings
 from services.ngram.table import NgramTable
+from stagespec.tree import DraftTree
 from stagespec.v1 import stage_pb2
 from stagespec.vocabulary import Vocabulary
 
@@ -20,7 +23,7 @@ NgramJob = Job[NgramSession, ProposeTask, Proposal]
 
 
 class NgramEngine:
-    """Drafts from n-grams of the session's own context and of a table."""
+    """Drafts from n-grams of the session's own context, of a table, and of earlier texts where allowed."""
 
     def __init__(self, settings: NgramSettings) -> None:
         """Opens the table, if there is one.
@@ -32,6 +35,12 @@ class NgramEngine:
         self._mixture = Mixture(
             table, context_order=settings.context_order, context_weight=settings.context_weight
         )
+        # Knowing the noise makes for other errors than guessing the likeliest token.
+        self._calibrations = {noisy: Calibration() for noisy in (False, True)}
+        self._scope = settings.memory_scope
+        self._memory: SuffixMemory | None = None
+        if self._scope != "request":
+            self._memory = SuffixMemory(settings.memory_tokens, settings.max_document_tokens)
         self._info = stage_pb2.StageInfo(
             kind=stage_pb2.STAGE_KIND_DRAFTER,
             implementation="ngram",
@@ -61,11 +70,22 @@ class NgramEngine:
 
     @property
     def counters(self) -> dict[str, int]:
-        """None of its own."""
-        return {}
+        """What the memory holds, and how many lookups it had something for."""
+        memory = self._memory
+        if memory is None:
+            return {}
+        return {
+            "memory_documents_live": memory.num_documents,
+            "memory_tokens_live": memory.num_tokens,
+            "memory_hits_total": memory.num_hits,
+        }
 
     def new_session(self, tenant: str = "") -> NgramSession:
-        """See `services.engine.Engine`."""
+        """See `services.engine.Engine`. What the scope allows of the memory is up to the tenant."""
+        if self._scope == "shared":
+            return NgramSession(self._memory)
+        if self._scope == "tenant" and tenant:  # requests without a tenant may be anybody's
+            return NgramSession(self._memory, tenant)
         return NgramSession()
 
     def run(self, jobs: Sequence[NgramJob]) -> None:
@@ -73,7 +93,12 @@ class NgramEngine:
         for job in jobs:
             begin = time.perf_counter()
             try:
-                job.answer = Proposal(grow(self._mixture, job.session, job.task))
+                job.answer = Proposal(self._draft(job.session, job.task))
             except Exception as error:
                 job.error = error
             job.spend("grow", time.perf_counter() - begin)
+
+    def _draft(self, session: NgramSession, task: ProposeTask) -> DraftTree:
+        if session.drafted is not None:
+            learn(self._calibrations[session.drafted.noisy], session)
+        return grow(self._mixture, session, task, self._calibrations[task.sampling.temperature > 0.0])

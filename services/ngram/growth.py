@@ -5,19 +5,24 @@ It knows budgets, trees and the shared noise, not where probabilities come from.
 
 import heapq
 import math
+from collections import Counter
 
 import numpy as np
 
+from services.calibration import Calibration
 from services.engine import ProposeTask
 from services.ngram.katz import Floats
 from services.ngram.mixture import Candidates, Mixture
-from services.ngram.session import NgramSession
+from services.ngram.session import Drafted, NgramSession
 from stagespec.noise import gumbel
 from stagespec.tree import ROOT, DraftTree, most_probable
 from stagespec.v1.sampling_pb2 import SamplingParams
 
 MAX_CHILDREN = 16
 """Children considered for one node."""
+
+NUM_TAUGHT = 4
+"""Children of a place that calibration learns from; the others hardly ever come true."""
 
 MAX_PROBABILITY = 0.95
 """No estimate is surer than this: the model behind the counts is not the target."""
@@ -28,26 +33,32 @@ _REST_NOISE = 1.6
 _EXPAND = -1  # in place of a token: the entry stands for all children of the node
 
 
-def grow(mixture: Mixture, session: NgramSession, task: ProposeTask) -> DraftTree:
+def grow(
+    mixture: Mixture, session: NgramSession, task: ProposeTask, calibration: Calibration | None = None
+) -> DraftTree:
     """Extends the hint of a task.
 
-    Every hint node is kept as it is, but for what the budget cuts. A node is added while there is room and
-    its path's estimated probability is at least the node's price.
+    Every hint node is kept as it is, but for what the budget cuts. A node is added while there is room for it
+    and among its siblings, and its path's estimated probability is at least the node's price.
 
     Args:
         mixture: The model.
-        session: The session, its context up to date.
+        session: The session, its context up to date. It remembers the draft, for `learn`.
         task: What is asked.
+        calibration: Corrects the estimates; None to take them as they are.
 
     Returns:
-        The draft. Estimates are those of `estimate`.
+        The draft. Estimates are those of `estimate`, calibrated.
     """
     budget = task.budget
-    hint = _cut(task.hint, budget.max_nodes, budget.max_depth)
+    calibration = calibration or Calibration()
+    hint = _cut(task.hint, budget.max_nodes, budget.max_depth, budget.max_children)
     token_ids, parents = list(hint.token_ids), list(hint.parents)
     log_probs, owners = list(hint.log_probs), list(hint.drafter_indices)
     paths, depths = hint.path_log_probs, hint.depths
     known = {(parent, token_id) for parent, token_id in zip(parents, token_ids, strict=True)}
+    num_children = Counter(parents)
+    guesses = dict[int, list[tuple[int, float]]]()
     floor = math.log(budget.node_price) if budget.node_price > 0.0 else -math.inf
     tail = session.last(mixture.reach)
 
@@ -68,11 +79,19 @@ def grow(mixture: Mixture, session: NgramSession, task: ProposeTask) -> DraftTre
             suffix = (tail + _path_tokens(token_ids, parents, parent))[-mixture.reach :]
             candidates = mixture.candidates(session, suffix, MAX_CHILDREN)
             estimates = estimate(candidates, task.sampling, len(session) + depth)
-            for child, child_log_prob in zip(candidates.token_ids.tolist(), estimates.tolist(), strict=True):
+            order = np.argsort(-estimates, kind="stable")  # the noise may have changed it
+            children = list(zip(candidates.token_ids[order].tolist(), estimates[order].tolist(), strict=True))
+            guesses[parent] = children[:NUM_TAUGHT]
+            for rank, (child, guess) in enumerate(children):
                 if (parent, child) not in known:
+                    child_log_prob = calibration.log_prob(guess, rank)
                     heapq.heappush(entries, (cost - child_log_prob, number, parent, child, child_log_prob))
                     number += 1
             continue
+        # The likeliest siblings come out of the heap first.
+        if budget.max_children and num_children[parent] >= budget.max_children:
+            continue
+        num_children[parent] += 1
         node = len(token_ids)
         token_ids.append(token_id)
         parents.append(parent)
@@ -81,7 +100,29 @@ def grow(mixture: Mixture, session: NgramSession, task: ProposeTask) -> DraftTre
         depths.append(depth)
         heapq.heappush(entries, (cost, number, node, _EXPAND, 0.0))
         number += 1
-    return DraftTree(tuple(token_ids), tuple(parents), tuple(log_probs), tuple(owners))
+    draft = DraftTree(tuple(token_ids), tuple(parents), tuple(log_probs), tuple(owners))
+    session.drafted = Drafted(len(session), task.sampling.temperature > 0.0, draft, guesses)
+    return draft
+
+
+def learn(calibration: Calibration, session: NgramSession) -> None:
+    """Tells a calibration which of the session's last guesses came true, and forgets them.
+
+    Guesses count at the places that the tokens lead to which the context has gained since, whether they were
+    worth a node or not: else what is once thought too little of would never be thought better of.
+    """
+    drafted = session.drafted
+    if drafted is None:
+        return
+    session.drafted = None
+    children = drafted.draft.children()
+    node: int | None = ROOT
+    for drawn in session.since(drafted.length):
+        if node is None:
+            break
+        for rank, (token_id, log_prob) in enumerate(drafted.guesses.get(node, ())):
+            calibration.learn(log_prob, rank, token_id == drawn)
+        node = children.get(node, {}).get(drawn)
 
 
 def estimate(candidates: Candidates, sampling: SamplingParams, position: int) -> Floats:
@@ -112,8 +153,18 @@ def estimate(candidates: Candidates, sampling: SamplingParams, position: int) ->
     return np.minimum(scores, math.log(MAX_PROBABILITY))
 
 
-def _cut(hint: DraftTree, max_nodes: int, max_depth: int) -> DraftTree:
-    """The hint within the budget. Its host has cut it so already, unless the engine is used without one."""
+def _cut(hint: DraftTree, max_nodes: int, max_depth: int, max_children: int) -> DraftTree:
+    """The hint within the budget; of too many siblings the likeliest are kept."""
+    if max_children and max(Counter(hint.parents).values(), default=0) > max_children:
+        kept, taken = {ROOT}, Counter[int]()
+        for node in sorted(range(len(hint)), key=lambda n: (-hint.log_probs[n], n)):
+            if taken[hint.parents[node]] < max_children:
+                kept.add(node)
+            taken[hint.parents[node]] += 1
+        for node, parent in enumerate(hint.parents):
+            if parent not in kept:
+                kept.discard(node)
+        hint = hint.select(sorted(kept - {ROOT}))
     if len(hint) > max_nodes or any(depth >= max_depth for depth in hint.depths):
         hint = hint.select([node for node, depth in enumerate(hint.depths) if depth < max_depth])
         hint = hint.select(most_probable(hint, max_nodes))

@@ -1,4 +1,4 @@
-"""The next token's distribution: the session's own context mixed with the table.
+"""The next token's distribution: the session's own context and the memory's texts mixed with the table.
 
 It does not know trees, budgets or noise.
 """
@@ -10,6 +10,7 @@ import numpy as np
 
 from services.ngram.counts import Counts
 from services.ngram.katz import Floats
+from services.ngram.memory import MIN_MATCH
 from services.ngram.session import NgramSession, Tokens
 from services.ngram.table import ContextIds, NgramTable
 
@@ -41,7 +42,9 @@ class Mixture:
     """P(w | context) = weight * P_session(w | context) + (1 - weight) * P_table(w | context).
 
     P_table is the Katz model, or uniform without a table. P_session interpolates matches of the last 1, 2, ..
-    tokens in the session's context, the longest one last and strongest, down to single tokens:
+    tokens in the session's context, the longest one last and strongest, down to single tokens. Matches in the
+    memory's texts, which begin at `memory.MIN_MATCH` tokens, count like matches of the same length in the
+    context: c_m is the sum of both.
 
         P_m(w) = (max(c_m(w) - D, 0) + D * distinct_m * P_{m-1}(w)) / total_m    with D = CONTEXT_DISCOUNT,
         P_0(w) = S * c_0(w) / length + (1 - S) * P_table(w)                      with S = SINGLE_WEIGHT.
@@ -76,9 +79,9 @@ class Mixture:
     def candidates(self, session: NgramSession, suffix: Sequence[int], limit: int) -> Candidates:
         """The most probable next tokens.
 
-        They are sought among everything that followed a match in the session, and among the `limit` most
-        frequent continuations of each context in the table. That misses a token only where the table has more
-        continuations than `limit`.
+        They are sought among everything that followed a match in the session or the memory, and among the
+        `limit` most frequent continuations of each context in the table. That misses a token only where the
+        table has more continuations than `limit`.
 
         Args:
             session: The session.
@@ -86,7 +89,7 @@ class Mixture:
             limit: Most tokens to return.
         """
         matches, contexts = self._look_up(session, suffix)
-        seen: list[Counts | Tokens] = list(matches[:1])  # longer matches are among the shortest ones
+        seen: list[Counts | Tokens] = list(matches[:MIN_MATCH])  # longer matches are among these
         if self._table is not None:
             seen += self._table.leading(contexts, limit)
         if not seen:
@@ -110,7 +113,12 @@ class Mixture:
         return self._mix(session, *self._look_up(session, suffix), token_ids)
 
     def _look_up(self, session: NgramSession, suffix: Sequence[int]) -> tuple[list[Tokens], ContextIds]:
-        matches = session.continuations(suffix[-self._num_matched :])
+        suffix_matched = suffix[-self._num_matched :]
+        own: dict[int, Tokens] = dict(enumerate(session.continuations(suffix_matched), start=1))
+        others = dict(enumerate(session.remembered(suffix_matched), start=MIN_MATCH))
+        # By length. The context may have shorter matches than the memory, and longer ones.
+        lengths = sorted(own | others)
+        matches = [np.concatenate([found[m] for found in (own, others) if m in found]) for m in lengths]
         return matches, self._table.find(suffix) if self._table is not None else []
 
     def _mix(

@@ -18,7 +18,7 @@ from deploy.cli import bench as command
 from deploy.cli.main import parser
 from deploy.errors import SetupError
 from stagespec.v1.sampling_pb2 import SamplingParams
-from tests.fakes import ScriptedDrafter, TableVerifier, oracle, random_target
+from tests.fakes import ScriptedDrafter, TableVerifier, level_by_level, oracle, random_target
 from tests.oracle import oracle_draw
 from tests.serving import Orchestrator, codec_of, serve
 
@@ -241,3 +241,108 @@ async def test_a_prompt_that_does_not_fit_ends_the_run(peers, prompts):
     async with serving() as running:
         with pytest.raises(SetupError, match=r"prompt 0 has 60 tokens .* context of 64"):
             await bench(running.address, prompts, "--parts", "generate")
+
+
+COUNTED = ["--parts", "speculation", "--modes", "off,ngram,draft,staged,chain", "--sampling", "greedy,topk50"]
+COUNTED += ["--chain-length", "3", "--budgets", "2,6,999"]
+
+
+@asynccontextmanager
+async def counting(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Orchestrator]:
+    """A pipeline of two drafters, on a machine that must not be measured."""
+
+    async def refuse(*_: Any) -> None:
+        pytest.fail("counting does not depend on the machine")
+
+    monkeypatch.setattr("deploy.bench.run.measure_machine", refuse)
+    monkeypatch.setattr("deploy.bench.served_part.watch_idle", refuse)
+    sizes = {"num_parameters": 10, "pass_weight_bytes": 40, "cache_bytes_per_token": 1}
+    drafters = [
+        ScriptedDrafter("ngram", oracle(TARGET, 1), CODEC.vocabulary, **sizes),
+        ScriptedDrafter("draft", level_by_level(TARGET), CODEC.vocabulary, **sizes),
+    ]
+    verifier = TableVerifier(TARGET, CODEC.vocabulary, cache_bytes_per_token=8, **INFO)
+    async with serve(CODEC, verifier, drafters) as running:
+        yield running
+
+
+async def test_drafts_are_counted_without_measuring_the_machine(monkeypatch, prompts, tmp_path, capsys):
+    async with counting(monkeypatch) as running:
+        assert await bench(running.address, prompts, *COUNTED, "--out", str(tmp_path)) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report["complete"]
+        assert report["machine"] is None
+        assert report["idle"] is None
+        num_requests = running.verifier.num_requests
+        assert await bench(running.address, prompts, *COUNTED, "--out", str(tmp_path)) == 0
+        assert json.loads(capsys.readouterr().out) == report
+        assert running.verifier.num_requests == num_requests, "all of it is on record"
+    results = {(result["sampling"], result["mode"]): result for result in report["results"]}
+    assert len(results) == 10
+    for (_, mode), result in results.items():
+        assert result["tokens_per_s"] is None
+        assert result["same_tokens"] == {"as": "off configured", "same": 2, "of": 2}
+        assert [record["prompt"] for record in result["records"]] == [0, 1]
+        total = {
+            name: sum(record[name] for record in result["records"]) for name in ("num_tokens", "num_steps")
+        }
+        assert result["acceptance_length"] == total["num_tokens"] / total["num_steps"]
+        assert sum(result["origins"].values()) == pytest.approx(1.0)
+        for record in result["records"]:
+            ranks = sum(each[-1] for each in record["ranks"])
+            histogram = sum(k * count for k, count in enumerate(record["accepted_histogram"]))
+            assert ranks == histogram == record["num_accepted"]
+            assert sum(record["origins"].values()) == record["num_tokens"] == len(record["token_ids"])
+        assert [each["max_nodes"] for each in result["budgets"]] == (
+            [] if mode in ("off", "chain") else [2, 6]
+        )
+    for sampling in ("greedy", "topk50"):
+        off, chain = results[sampling, "off"], results[sampling, "chain"]
+        assert (off["acceptance_length"], off["relative_traffic"], off["rates"]) == (1.0, 1.0, [])
+        # Three tokens, each with a pass of its own, and the target's: three steps for twelve tokens.
+        assert chain["acceptance_length"] == 4.0
+        assert chain["draft_passes_per_step"] == chain["level_passes_per_step"] == 3.0
+        assert [(each["depth"], each["rank"], each["rate"]) for each in chain["rates"]] == [
+            (depth, 0, 1.0) for depth in range(3)
+        ]
+        read = plain = 0
+        for prompt in map(len, PROMPTS):
+            for context in (prompt + 4, prompt + 8):
+                read += 400 + 8 * context + 3 * (40 + context)
+            plain += sum(400 + 8 * context for context in range(prompt + 4, prompt + 12))
+        assert chain["relative_traffic"] == pytest.approx(read / plain)
+    assert {entry["what"] for entry in report["skipped"]} == {"999 nodes"}
+    names = {
+        f"{chart}-{name}.svg" for chart in ("budgets", "prompts", "origins") for name in ("greedy", "topk50")
+    }
+    assert {path.name for path in tmp_path.glob("*.svg")} == names
+
+
+async def test_counts_are_the_same_however_often_the_run_was_cut_short(
+    monkeypatch, prompts, tmp_path, capsys
+):
+    async with counting(monkeypatch) as running:
+        assert await bench(running.address, prompts, *COUNTED, "--concurrency", "1") == 0
+        expected = json.loads(capsys.readouterr().out)
+        running.verifier.num_requests = 0
+        first = asyncio.create_task(bench(running.address, prompts, *COUNTED, "--out", str(tmp_path / "out")))
+
+        async def interrupt(_: Any) -> None:
+            if running.verifier.num_requests == 100:
+                first.cancel()
+
+        running.verifier.before_answer = interrupt
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        half = json.loads(capsys.readouterr().out)
+        assert 0 < half["num_missing"] < 44
+        running.verifier.before_answer = None
+        assert await bench(running.address, prompts, *COUNTED, "--out", str(tmp_path / "out")) == 0
+        assert json.loads(capsys.readouterr().out)["results"] == expected["results"]
+
+
+async def test_drafts_larger_than_the_server_allows_end_the_run(monkeypatch, prompts):
+    async with counting(monkeypatch) as running:
+        for option in ("--max-nodes", "--chain-length"):
+            with pytest.raises(SetupError, match=f"{option} is 300; the server allows at most 256 nodes"):
+                await bench(running.address, prompts, *COUNTED, option, "300")

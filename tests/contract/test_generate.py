@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from orchestrator.settings import SpeculationSettings
+from stagespec.v1.draft_pb2 import DraftTree
 from stagespec.v1.generation_pb2 import ChunkGranularity, FinishReason, GenerateRequest, StopOptions
 from stagespec.v1.sampling_pb2 import SamplingParams
 from tests.fakes import (
@@ -17,8 +18,10 @@ from tests.fakes import (
     chain,
     hostile_scripts,
     keep_hint,
+    level_by_level,
     oracle,
     random_target,
+    random_trees,
     scripted_target,
 )
 from tests.oracle import oracle_draw
@@ -61,6 +64,15 @@ def check_identities(generated: Generated) -> None:
         assert usage.num_completion_tokens == stats.num_steps + stats.num_accepted
     assert sum(d.num_proposed for d in stats.drafters) == stats.num_drafted
     assert sum(d.num_accepted for d in stats.drafters) == stats.num_accepted
+    for each in stats.drafters:
+        mine = [entry for entry in stats.ranks if entry.drafter == each.name]
+        assert sum(entry.num_accepted for entry in mine) == each.num_accepted
+        assert sum(entry.num_reached for entry in mine) <= each.num_proposed
+    work = stats.decode_work
+    assert work.num_steps == stats.num_steps - 1
+    assert work.num_tokens == usage.num_completion_tokens - len(generated.chunks[0].token_ids)
+    assert [stage.name for stage in work.stages] == [*(each.name for each in stats.drafters), "target"]
+    assert work.stages[-1].num_passes == work.num_steps
     origins = Counter(generated.origins)
     for each in stats.drafters:
         assert origins[each.name] <= each.num_accepted <= each.num_proposed
@@ -432,6 +444,68 @@ async def test_numbers_agree_with_each_other_and_with_the_totals(script, accepte
     assert totals.num_accepted == sum(stats.num_accepted for stats in mine) == verified.num_accepted
     assert totals.num_calls == sum(stats.num_calls for stats in mine)
     assert verified.num_calls == sum(each.end.speculation.num_steps for each in generated)
+
+
+CHAIN = {"max_children": 1, "fixed_size": True, "max_nodes": 4, "max_depth": 4, "max_rounds": 4}
+
+
+@pytest.mark.parametrize("names", [["draft"], ["wild"], ["wild", "draft"]])
+async def test_one_child_a_node_makes_chains_of_drafters_that_know_no_such_limit(names):
+    drafters = [drafter("wild", random_trees(SIZE)), drafter("draft", level_by_level(TARGET))]
+    async with serve(CODEC, verifier(), drafters) as o:
+        generated = await o.generate(
+            sampling={"seed": 5}, stop={"max_tokens": 40}, speculation={"drafters": names, **CHAIN}
+        )
+        assert generated.token_ids == plain(TARGET, [1, 2, 3], 40, temperature=1.0, seed=5)
+        check_identities(generated)
+        for tree in o.verifier.trees:
+            assert list(tree.parents) == list(range(-1, len(tree.token_ids) - 1))
+            assert len(tree.token_ids) <= 4
+    stats = generated.end.speculation
+    assert {entry.rank for entry in stats.ranks} == {0}
+    assert {request.budget.max_children for each in drafters for request in each.requests} == {1}
+    if names == ["draft"]:
+        # Always right: five tokens a step, and each round of the four asks for one more level.
+        assert list(stats.accepted_histogram) == [0, 0, 0, 0, 8]
+        assert (stats.num_rounds, stats.num_levels, stats.drafters[0].num_passes) == (32, 32, 32)
+        assert [(entry.depth, entry.num_reached, entry.num_accepted) for entry in stats.ranks] == [
+            (depth, 8, 8) for depth in range(4)
+        ]
+
+
+async def test_of_a_trees_children_the_likeliest_are_kept_and_ranks_tell_how_they_fared():
+    wide = DraftTree(token_ids=[3, 0, 7, 1], parents=[-1] * 4, log_probs=[-3.0, -1.0, -4.0, -2.0])
+    target = scripted_target(SIZE, 3, [0, 1, 7, 0])  # the likeliest, the second, one that was dropped
+    async with serve(CODEC, verifier(target), [drafter("draft", always(wide))]) as o:
+        generated = await o.generate(
+            sampling={"temperature": 0.0},
+            stop={"max_tokens": 6},
+            speculation={"max_children": 2, "max_nodes": 3, "max_rounds": 1},
+        )
+        assert [list(tree.token_ids) for tree in o.verifier.trees][:2] == [[0, 1], [0, 1]]
+    check_identities(generated)
+    found = {(entry.rank, entry.num_reached, entry.num_accepted) for entry in generated.end.speculation.ranks}
+    assert found == {(0, 3, 2), (1, 3, 0)}
+
+
+async def test_work_is_what_the_stages_were_asked_for_after_the_first_step():
+    draft = drafter("draft", level_by_level(TARGET))
+    lengths: Counter[int] = Counter()
+
+    async def note(request: Any) -> None:
+        lengths[request.step_id] = request.context.base_length + len(request.context.token_ids)
+
+    fake = verifier()
+    fake.before_answer = note
+    async with serve(CODEC, fake, [draft]) as o:
+        generated = await o.generate([1] * 9, stop={"max_tokens": 20}, speculation=CHAIN)
+    del lengths[1]
+    work = generated.end.speculation.decode_work
+    drafted, verified = work.stages
+    asked = [request for request in draft.requests if request.step_id > 1]
+    assert (drafted.num_passes, drafted.num_rows) == (len(asked), 3 * len(asked))
+    assert drafted.num_cache_rows == sum(lengths[request.step_id] for request in asked)
+    assert (verified.num_passes, verified.num_cache_rows) == (len(lengths), lengths.total())
 
 
 # Text and chunks

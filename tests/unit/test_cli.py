@@ -52,6 +52,9 @@ def test_wrong_arguments_are_named(arguments, says, capsys):
         (["--target", "127.0.0.1:1", "--kernel", "torch"], "do not go with --target"),
         (["--target", "127.0.0.1:1", "--parts", "verify"], "does not go with --target"),
         (["--temperature", "0.5"], "--temperature: such options go with --check-exact only"),
+        (["--budgets", "4,8"], "--budgets: such options go with --parts speculation"),
+        (["--max-nodes", "4", "8"], "--max-nodes: several go with --check-exact only"),
+        (["--check-exact", "--budgets", "4"], "--budgets: such options do not go"),
         (["--check-exact", "--modes", "off", "--out", "x"], "--modes, --out: such options do not go"),
     ],
 )

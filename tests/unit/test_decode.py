@@ -104,6 +104,28 @@ async def test_another_round_only_if_it_is_worth_its_price(gains, num_rounds):
     assert len(steps[0].draft) == num_rounds
 
 
+@pytest.mark.parametrize(
+    ("changes", "max_tokens", "num_rounds"),
+    [
+        ({"max_depth": 5, "max_nodes": 5, "max_rounds": 5}, 99, 5),
+        ({"max_depth": 9, "max_nodes": 3, "max_rounds": 9}, 99, 3),  # as many nodes as may be
+        ({"max_depth": 9, "max_nodes": 9, "max_rounds": 2}, 99, 2),
+        ({"max_depth": 3, "max_nodes": 9, "max_rounds": 9}, 99, 4),  # the last one adds nothing
+        ({"max_depth": 3, "max_nodes": 9, "max_rounds": 9, "max_children": 1}, 99, 3),  # and is spared
+        ({"max_depth": 5, "max_nodes": 5, "max_rounds": 5, "max_children": 1}, 3, 2),  # near the end
+    ],
+)
+async def test_drafts_of_a_fixed_size_grow_whatever_that_costs(changes, max_tokens, num_rounds):
+    limits = dataclasses.replace(LIMITS, fixed_size=True, node_price=0.3, **changes)
+    drafter = Extending(0, 1)  # which expects nothing of another round
+    steps, _ = await run([drafter], StopRules(max_tokens=max_tokens), limits)
+    assert steps[0].num_rounds == num_rounds
+    grown = min(limits.max_depth, limits.max_nodes, limits.max_rounds, max_tokens - 1)
+    assert (len(steps[0].draft), steps[0].num_levels) == (grown, grown)
+    assert {(budget.node_price, budget.pass_price) for budget in drafter.budgets} == {(0.0, 0.0)}
+    assert {budget.max_children for budget in drafter.budgets} == {limits.max_children}
+
+
 async def test_rounds_end_when_a_round_adds_nothing_whatever_gain_is_claimed():
     limits = dataclasses.replace(LIMITS, max_rounds=10**9)
     steps, _ = await run([Extending(0, 1, [math.inf] * 100)], StopRules(max_tokens=10), limits)

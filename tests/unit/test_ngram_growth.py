@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.calibration import Calibration
 from services.engine import ProposeTask
 from services.ngram.counts import count_ngrams
-from services.ngram.growth import MAX_PROBABILITY, estimate, grow
+from services.ngram.growth import MAX_PROBABILITY, estimate, grow, learn
 from services.ngram.katz import fit
 from services.ngram.mixture import Candidates, Mixture
 from services.ngram.session import NgramSession
@@ -186,3 +187,84 @@ def test_estimates_are_calibrated_when_the_model_errs_as_documented():
         expected += float(found.sum())
         hits += target < 4
     assert abs(expected - hits) / len(errors) < 0.08  # the rest counts with a typical noise, not its own
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    context=st.lists(st.integers(0, 4), max_size=12),
+    max_children=st.integers(0, 4),
+    name=st.sampled_from(sorted(HINTS)),
+)
+def test_no_node_has_more_than_max_children_and_the_likeliest_stay(mixture, context, max_children, name):
+    hint = HINTS[name]
+    tree = propose(mixture, context, hint=hint, max_nodes=400, max_depth=3, max_children=max_children)
+    everything = propose(mixture, context, hint=hint, max_nodes=400, max_depth=3)
+    if not max_children:
+        assert tree == everything
+        return
+    paths = paths_of(tree)
+    of_hint, of_all = hint.children(), paths_of(everything)
+    sizes = [len(children) for children in tree.children().values()]
+    assert max(sizes) == max_children
+    for path in [(), *(path for path in paths if len(path) < 3)]:
+        kept = [total for other, total in paths.items() if other[:-1] == path]
+        rivals = [total for other, total in of_all.items() if other[:-1] == path]
+        if path == () and not of_hint:
+            assert sorted(kept) == pytest.approx(sorted(rivals)[-max_children:], abs=1e-9)
+        assert len(kept) == max_children
+
+
+def test_of_too_many_siblings_in_the_hint_the_likeliest_stay(mixture):
+    hint = DraftTree((1, 2, 3, 4), (ROOT, ROOT, 0, 1), (-2.0, -1.0, -0.1, -0.1), (0,) * 4)
+    tree = propose(mixture, [0, 1], hint=hint, max_nodes=2, max_depth=4, max_children=1)
+    assert (tree.token_ids, tree.parents) == ((2, 4), (ROOT, 0))
+
+
+class Taught(Calibration):
+    """Writes down what it is taught, and halves every estimate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lessons: list[tuple[float, int, bool]] = []
+
+    def log_prob(self, log_prob: float, rank: int) -> float:
+        return log_prob - math.log(2)
+
+    def learn(self, log_prob: float, rank: int, came_true: bool) -> None:
+        self.lessons.append((log_prob, rank, came_true))
+
+
+def test_estimates_are_calibrated_before_they_are_priced(mixture):
+    task = ProposeTask(GREEDY, EMPTY_DRAFT, Budget(max_nodes=40, max_depth=1))
+    plain = grow(mixture, session_of([0, 1, 0]), task)
+    halved = grow(mixture, session_of([0, 1, 0]), task, Taught())
+    assert halved.log_probs == pytest.approx([p - math.log(2) for p in plain.log_probs])
+    dear = ProposeTask(
+        GREEDY, EMPTY_DRAFT, Budget(max_nodes=40, max_depth=1, node_price=0.75 * math.exp(plain.log_probs[0]))
+    )
+    assert len(grow(mixture, session_of([0, 1, 0]), dear)) >= 1
+    assert len(grow(mixture, session_of([0, 1, 0]), dear, Taught())) == 0
+
+
+def test_outcomes_are_learnt_along_the_path_that_was_drawn_and_once():
+    mixture = Mixture(None, context_order=8, context_weight=0.8)
+    line = [40, 41, 42, 43, 44]
+    session = session_of([*line, 9, *line[:2]])
+    task = ProposeTask(GREEDY, EMPTY_DRAFT, Budget(max_nodes=3, max_depth=8))
+    calibration = Taught()
+    tree = grow(mixture, session, task, calibration)
+    assert tree.token_ids == (42, 43, 44)
+    likeliest = [log_prob + math.log(2) for log_prob in tree.log_probs]
+
+    session.apply(len(session), [])
+    session.apply(len(session), [42, 7, 44])  # 43 was wrong, and of what would follow it nothing is known
+    learn(calibration, session)
+    taught = [(p, came_true) for p, rank, came_true in calibration.lessons if rank == 0]
+    assert taught == [(pytest.approx(likeliest[0]), True), (pytest.approx(likeliest[1]), False)]
+    assert not any(came_true for _, rank, came_true in calibration.lessons if rank)
+    calibration.lessons.clear()
+    learn(calibration, session)
+    grow(mixture, session, task, calibration)
+    session.apply(len(session) - 1, [44])  # the context was cut below the draft's root
+    learn(calibration, session)
+    assert not calibration.lessons

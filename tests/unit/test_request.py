@@ -73,6 +73,7 @@ REFUSED = [
     ("speculation.max_nodes", "0 is not from 1 to 64", make_request(speculation={"max_nodes": 0})),
     ("speculation.max_depth", "0 is below 1", make_request(speculation={"max_depth": 0})),
     ("speculation.max_rounds", "0 is below 1", make_request(speculation={"max_rounds": 0})),
+    ("speculation.max_children", "0 is below 1", make_request(speculation={"max_children": 0})),
     ("num_logprobs", "21 is not from 0 to 20", make_request(num_logprobs=21)),
     ("num_logprobs", "-1 is not from 0 to 20", make_request(num_logprobs=-1)),
     ("chunk_granularity", "9 is no value", make_request(chunk_granularity=9)),
@@ -168,6 +169,15 @@ def test_off_uses_no_drafter_and_names_choose_them():
     chosen = settle(make_request(speculation={"drafters": ["draft"]}), "id", codec_of(), MODEL)
     assert chosen.drafters == ("draft",)
     assert settle(make_request(), "id", codec_of(), MODEL).drafters is None
+
+
+def test_a_limit_on_children_is_kept_and_without_one_there_is_none():
+    chain = settle(make_request(speculation={"max_children": 1, "fixed_size": True}), "id", codec_of(), MODEL)
+    assert (chain.limits.max_children, chain.limits.fixed_size) == (1, True)
+    assert chain.effective.speculation.max_children == 1
+    plain = settle(make_request(speculation={"max_nodes": 7}), "id", codec_of(), MODEL)
+    assert (plain.limits.max_children, plain.limits.fixed_size) == (None, False)
+    assert plain.effective.speculation.max_children == 7
 
 
 def test_a_model_without_limits_or_end_tokens_is_served():

@@ -29,7 +29,7 @@ from stagespec.v1 import observation_pb2 as stagespec_dot_v1_dot_observation__pb
 from stagespec.v1 import sampling_pb2 as stagespec_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1astagespec/v1/drafter.proto\x12\x0cstagespec.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1astagespec/v1/context.proto\x1a\x18stagespec/v1/draft.proto\x1a\x1estagespec/v1/observation.proto\x1a\x1bstagespec/v1/sampling.proto\"V\n\x06\x42udget\x12\x11\n\tmax_nodes\x18\x01 \x01(\x05\x12\x11\n\tmax_depth\x18\x02 \x01(\x05\x12\x12\n\nnode_price\x18\x03 \x01(\x01\x12\x12\n\npass_price\x18\x04 \x01(\x01\"\xc1\x02\n\x0eProposeRequest\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x05\x12\r\n\x05round\x18\x03 \x01(\x05\x12+\n\x07\x63ontext\x18\x04 \x01(\x0b\x32\x1a.stagespec.v1.ContextDelta\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.stagespec.v1.SamplingParams\x12%\n\x04hint\x18\x06 \x01(\x0b\x32\x17.stagespec.v1.DraftTree\x12$\n\x06\x62udget\x18\x07 \x01(\x0b\x32\x14.stagespec.v1.Budget\x12\x15\n\rdrafter_index\x18\x08 \x01(\x05\x12/\n\x0cobservations\x18\t \x03(\x0b\x32\x19.stagespec.v1.Observation\x12\x0e\n\x06tenant\x18\n \x01(\t\"\x9b\x02\n\x0fProposeResponse\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x05\x12\r\n\x05round\x18\x03 \x01(\x05\x12\x18\n\x0bresync_from\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12&\n\x05\x64raft\x18\x05 \x01(\x0b\x32\x17.stagespec.v1.DraftTree\x12\x17\n\x0fnext_round_gain\x18\x06 \x01(\x01\x12\x12\n\nnum_passes\x18\x07 \x01(\x05\x12\x10\n\x08num_rows\x18\x08 \x01(\x05\x12\x19\n\x11num_dropped_nodes\x18\t \x01(\x05\x12-\n\x07timings\x18\n \x01(\x0b\x32\x1c.stagespec.v1.ProposeTimingsB\x0e\n\x0c_resync_from\"\xe2\x01\n\x0eProposeTimings\x12(\n\x05queue\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04sync\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07\x66orward\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04grow\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05total\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration2\\\n\x0e\x44rafterService\x12J\n\x07Propose\x12\x1c.stagespec.v1.ProposeRequest\x1a\x1d.stagespec.v1.ProposeResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1astagespec/v1/drafter.proto\x12\x0cstagespec.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1astagespec/v1/context.proto\x1a\x18stagespec/v1/draft.proto\x1a\x1estagespec/v1/observation.proto\x1a\x1bstagespec/v1/sampling.proto\"l\n\x06\x42udget\x12\x11\n\tmax_nodes\x18\x01 \x01(\x05\x12\x11\n\tmax_depth\x18\x02 \x01(\x05\x12\x12\n\nnode_price\x18\x03 \x01(\x01\x12\x12\n\npass_price\x18\x04 \x01(\x01\x12\x14\n\x0cmax_children\x18\x05 \x01(\x05\"\xc1\x02\n\x0eProposeRequest\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x05\x12\r\n\x05round\x18\x03 \x01(\x05\x12+\n\x07\x63ontext\x18\x04 \x01(\x0b\x32\x1a.stagespec.v1.ContextDelta\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.stagespec.v1.SamplingParams\x12%\n\x04hint\x18\x06 \x01(\x0b\x32\x17.stagespec.v1.DraftTree\x12$\n\x06\x62udget\x18\x07 \x01(\x0b\x32\x14.stagespec.v1.Budget\x12\x15\n\rdrafter_index\x18\x08 \x01(\x05\x12/\n\x0cobservations\x18\t \x03(\x0b\x32\x19.stagespec.v1.Observation\x12\x0e\n\x06tenant\x18\n \x01(\t\"\x9b\x02\n\x0fProposeResponse\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x05\x12\r\n\x05round\x18\x03 \x01(\x05\x12\x18\n\x0bresync_from\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12&\n\x05\x64raft\x18\x05 \x01(\x0b\x32\x17.stagespec.v1.DraftTree\x12\x17\n\x0fnext_round_gain\x18\x06 \x01(\x01\x12\x12\n\nnum_passes\x18\x07 \x01(\x05\x12\x10\n\x08num_rows\x18\x08 \x01(\x05\x12\x19\n\x11num_dropped_nodes\x18\t \x01(\x05\x12-\n\x07timings\x18\n \x01(\x0b\x32\x1c.stagespec.v1.ProposeTimingsB\x0e\n\x0c_resync_from\"\xe2\x01\n\x0eProposeTimings\x12(\n\x05queue\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04sync\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07\x66orward\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04grow\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05total\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration2\\\n\x0e\x44rafterService\x12J\n\x07Propose\x12\x1c.stagespec.v1.ProposeRequest\x1a\x1d.stagespec.v1.ProposeResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,13 +37,13 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stagespec.v1.drafter_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_BUDGET']._serialized_start=191
-  _globals['_BUDGET']._serialized_end=277
-  _globals['_PROPOSEREQUEST']._serialized_start=280
-  _globals['_PROPOSEREQUEST']._serialized_end=601
-  _globals['_PROPOSERESPONSE']._serialized_start=604
-  _globals['_PROPOSERESPONSE']._serialized_end=887
-  _globals['_PROPOSETIMINGS']._serialized_start=890
-  _globals['_PROPOSETIMINGS']._serialized_end=1116
-  _globals['_DRAFTERSERVICE']._serialized_start=1118
-  _globals['_DRAFTERSERVICE']._serialized_end=1210
+  _globals['_BUDGET']._serialized_end=299
+  _globals['_PROPOSEREQUEST']._serialized_start=302
+  _globals['_PROPOSEREQUEST']._serialized_end=623
+  _globals['_PROPOSERESPONSE']._serialized_start=626
+  _globals['_PROPOSERESPONSE']._serialized_end=909
+  _globals['_PROPOSETIMINGS']._serialized_start=912
+  _globals['_PROPOSETIMINGS']._serialized_end=1138
+  _globals['_DRAFTERSERVICE']._serialized_start=1140
+  _globals['_DRAFTERSERVICE']._serialized_end=1232
 # @@protoc_insertion_point(module_scope)

@@ -35,6 +35,7 @@ class Budget(_message.Message):
     MAX_DEPTH_FIELD_NUMBER: _builtins.int
     NODE_PRICE_FIELD_NUMBER: _builtins.int
     PASS_PRICE_FIELD_NUMBER: _builtins.int
+    MAX_CHILDREN_FIELD_NUMBER: _builtins.int
     max_nodes: _builtins.int
     """Most nodes in the answer, the hint's included."""
     max_depth: _builtins.int
@@ -43,6 +44,8 @@ class Budget(_message.Message):
     """What one more node in the verifier's pass costs."""
     pass_price: _builtins.float
     """What one more pass of a model costs."""
+    max_children: _builtins.int
+    """Most children of one node. 0: no limit."""
     def __init__(
         self,
         *,
@@ -50,10 +53,11 @@ class Budget(_message.Message):
         max_depth: _builtins.int = ...,
         node_price: _builtins.float = ...,
         pass_price: _builtins.float = ...,
+        max_children: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_depth", b"max_depth", "max_nodes", b"max_nodes", "node_price", b"node_price", "pass_price", b"pass_price"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_children", b"max_children", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "node_price", b"node_price", "pass_price", b"pass_price"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -326,6 +326,8 @@ class SpeculationOptions(_message.Message):
     MAX_NODES_FIELD_NUMBER: _builtins.int
     MAX_DEPTH_FIELD_NUMBER: _builtins.int
     MAX_ROUNDS_FIELD_NUMBER: _builtins.int
+    MAX_CHILDREN_FIELD_NUMBER: _builtins.int
+    FIXED_SIZE_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     """Whether to speculate at all. Unset: true. False means that no drafter is called."""
     max_nodes: _builtins.int
@@ -334,6 +336,12 @@ class SpeculationOptions(_message.Message):
     """Most levels in a draft, from 1. Unset: the server's setting."""
     max_rounds: _builtins.int
     """Most rounds over the drafters in a step, from 1. Unset: the server's setting."""
+    max_children: _builtins.int
+    """Most children of one node, from 1. 1 makes every draft a chain. Unset: no limit."""
+    fixed_size: _builtins.bool
+    """Whether drafts grow to their limits whatever that costs, instead of as far as is worth its price. Unset:
+    false.
+    """
     @_builtins.property
     def drafters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Drafters to use by name, in this order. Empty: those of the pipeline."""
@@ -346,13 +354,19 @@ class SpeculationOptions(_message.Message):
         max_nodes: _builtins.int | None = ...,
         max_depth: _builtins.int | None = ...,
         max_rounds: _builtins.int | None = ...,
+        max_children: _builtins.int | None = ...,
+        fixed_size: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_max_depth", b"_max_depth", "_max_nodes", b"_max_nodes", "_max_rounds", b"_max_rounds", "enabled", b"enabled", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "max_rounds", b"max_rounds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_fixed_size", b"_fixed_size", "_max_children", b"_max_children", "_max_depth", b"_max_depth", "_max_nodes", b"_max_nodes", "_max_rounds", b"_max_rounds", "enabled", b"enabled", "fixed_size", b"fixed_size", "max_children", b"max_children", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "max_rounds", b"max_rounds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_max_depth", b"_max_depth", "_max_nodes", b"_max_nodes", "_max_rounds", b"_max_rounds", "drafters", b"drafters", "enabled", b"enabled", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "max_rounds", b"max_rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_fixed_size", b"_fixed_size", "_max_children", b"_max_children", "_max_depth", b"_max_depth", "_max_nodes", b"_max_nodes", "_max_rounds", b"_max_rounds", "drafters", b"drafters", "enabled", b"enabled", "fixed_size", b"fixed_size", "max_children", b"max_children", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "max_rounds", b"max_rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
     _WhichOneofArgType__enabled: _TypeAlias = _typing.Literal["_enabled", b"_enabled"]  # noqa: Y015
+    _WhichOneofReturnType__fixed_size: _TypeAlias = _typing.Literal["fixed_size"]  # noqa: Y015
+    _WhichOneofArgType__fixed_size: _TypeAlias = _typing.Literal["_fixed_size", b"_fixed_size"]  # noqa: Y015
+    _WhichOneofReturnType__max_children: _TypeAlias = _typing.Literal["max_children"]  # noqa: Y015
+    _WhichOneofArgType__max_children: _TypeAlias = _typing.Literal["_max_children", b"_max_children"]  # noqa: Y015
     _WhichOneofReturnType__max_depth: _TypeAlias = _typing.Literal["max_depth"]  # noqa: Y015
     _WhichOneofArgType__max_depth: _TypeAlias = _typing.Literal["_max_depth", b"_max_depth"]  # noqa: Y015
     _WhichOneofReturnType__max_nodes: _TypeAlias = _typing.Literal["max_nodes"]  # noqa: Y015
@@ -361,6 +375,10 @@ class SpeculationOptions(_message.Message):
     _WhichOneofArgType__max_rounds: _TypeAlias = _typing.Literal["_max_rounds", b"_max_rounds"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__enabled) -> _WhichOneofReturnType__enabled | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__fixed_size) -> _WhichOneofReturnType__fixed_size | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_children) -> _WhichOneofReturnType__max_children | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_depth) -> _WhichOneofReturnType__max_depth | None: ...
     @_typing.overload
@@ -675,6 +693,9 @@ class SpeculationStats(_message.Message):
     ACCEPTED_HISTOGRAM_FIELD_NUMBER: _builtins.int
     DRAFTERS_FIELD_NUMBER: _builtins.int
     NUM_ROUNDS_FIELD_NUMBER: _builtins.int
+    NUM_LEVELS_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    DECODE_WORK_FIELD_NUMBER: _builtins.int
     num_steps: _builtins.int
     """Verify steps, the one that read the prompt included."""
     num_drafted: _builtins.int
@@ -683,6 +704,10 @@ class SpeculationStats(_message.Message):
     """Nodes accepted. Never counts bonus tokens."""
     num_rounds: _builtins.int
     """Rounds over the drafters, all steps together."""
+    num_levels: _builtins.int
+    """Levels of the drafts, all steps together: passes that a model would have needed to grow the same drafts
+    one level at a time.
+    """
     @_builtins.property
     def accepted_histogram(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Steps by number of accepted nodes: entry k counts the steps that accepted k."""
@@ -690,6 +715,14 @@ class SpeculationStats(_message.Message):
     @_builtins.property
     def drafters(self) -> _containers.RepeatedCompositeFieldContainer[Global___DrafterStats]:
         """Each drafter that the request used, in order."""
+
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankStats]:
+        """How often drafts were right, by drafter, depth and rank."""
+
+    @_builtins.property
+    def decode_work(self) -> Global___DecodeWork:
+        """Work of the steps after the first, which read no prompt."""
 
     def __init__(
         self,
@@ -700,14 +733,125 @@ class SpeculationStats(_message.Message):
         accepted_histogram: _abc.Iterable[_builtins.int] | None = ...,
         drafters: _abc.Iterable[Global___DrafterStats] | None = ...,
         num_rounds: _builtins.int = ...,
+        num_levels: _builtins.int = ...,
+        ranks: _abc.Iterable[Global___RankStats] | None = ...,
+        decode_work: Global___DecodeWork | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_work", b"decode_work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_histogram", b"accepted_histogram", "drafters", b"drafters", "num_accepted", b"num_accepted", "num_drafted", b"num_drafted", "num_rounds", b"num_rounds", "num_steps", b"num_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_histogram", b"accepted_histogram", "decode_work", b"decode_work", "drafters", b"drafters", "num_accepted", b"num_accepted", "num_drafted", b"num_drafted", "num_levels", b"num_levels", "num_rounds", b"num_rounds", "num_steps", b"num_steps", "ranks", b"ranks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SpeculationStats: _TypeAlias = SpeculationStats  # noqa: Y015
+
+@_typing.final
+class RankStats(_message.Message):
+    """RankStats counts the nodes of one drafter at one place in the drafts, over the steps in which the target
+    came as far as their parent.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAFTER_FIELD_NUMBER: _builtins.int
+    DEPTH_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    NUM_REACHED_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_FIELD_NUMBER: _builtins.int
+    drafter: _builtins.str
+    """The drafter's name."""
+    depth: _builtins.int
+    """Levels above, from 0. The last entry of a drafter holds all deeper ones too."""
+    rank: _builtins.int
+    """Siblings that were thought likelier, whoever proposed them, from 0. The last holds all later ones too."""
+    num_reached: _builtins.int
+    """Nodes whose parent was reached."""
+    num_accepted: _builtins.int
+    """Those of them that were accepted."""
+    def __init__(
+        self,
+        *,
+        drafter: _builtins.str = ...,
+        depth: _builtins.int = ...,
+        rank: _builtins.int = ...,
+        num_reached: _builtins.int = ...,
+        num_accepted: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth", "drafter", b"drafter", "num_accepted", b"num_accepted", "num_reached", b"num_reached", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankStats: _TypeAlias = RankStats  # noqa: Y015
+
+@_typing.final
+class DecodeWork(_message.Message):
+    """DecodeWork says what the steps after the first cost, in passes and in what they read: the traffic of a pass
+    is StageInfo's pass_weight_bytes, and cache_bytes_per_token for each row of the cache.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    """Committed tokens."""
+    num_steps: _builtins.int
+    """Verify steps."""
+    @_builtins.property
+    def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageWork]:
+        """What each stage did: the drafters in order, then the verifier."""
+
+    def __init__(
+        self,
+        *,
+        num_tokens: _builtins.int = ...,
+        num_steps: _builtins.int = ...,
+        stages: _abc.Iterable[Global___StageWork] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_steps", b"num_steps", "num_tokens", b"num_tokens", "stages", b"stages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeWork: _TypeAlias = DecodeWork  # noqa: Y015
+
+@_typing.final
+class StageWork(_message.Message):
+    """StageWork is one stage's part in the work."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    NUM_PASSES_FIELD_NUMBER: _builtins.int
+    NUM_CACHE_ROWS_FIELD_NUMBER: _builtins.int
+    NUM_ROWS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The stage's name; the verifier's is "target"."""
+    num_passes: _builtins.int
+    """Forward passes of its model."""
+    num_cache_rows: _builtins.int
+    """Cached rows that those passes read: for each, the context's tokens."""
+    num_rows: _builtins.int
+    """Rows that those passes computed."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        num_passes: _builtins.int = ...,
+        num_cache_rows: _builtins.int = ...,
+        num_rows: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "num_cache_rows", b"num_cache_rows", "num_passes", b"num_passes", "num_rows", b"num_rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StageWork: _TypeAlias = StageWork  # noqa: Y015
 
 @_typing.final
 class DrafterStats(_message.Message):

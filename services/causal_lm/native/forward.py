@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from services.causal_lm.formats import quantize
-from services.causal_lm.forward import Output, Segment
+from services.causal_lm.forward import Output, Segment, given_inputs
 from services.causal_lm.rows import Rows
 from services.causal_lm.settings import WEIGHT_FORMATS
 from services.causal_lm.weights import Linear, Norm, Weights
@@ -178,7 +178,11 @@ class NativeForward:
             token_ids += rows.token_ids[first:]
             if self._positions is not None:
                 positions += [rows.position(row) for row in range(first, len(rows))]
-        hidden = self._embedding[torch.tensor(token_ids)].float()
+        given = given_inputs(segments)
+        if given is not None:
+            hidden = given.to(torch.float32, copy=True).contiguous()  # the kernel writes over it
+        else:
+            hidden = self._embedding[torch.tensor(token_ids)].float()
         if self._positions is not None:
             hidden += self._positions[torch.tensor(positions)].float()
         logits = torch.empty(len(wanted), self._num_logits)
