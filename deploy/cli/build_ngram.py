@@ -28,7 +28,15 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="build an n-gram table from text files",
         description="Counts the n-grams of UTF-8 text files and writes a table for the n-gram drafter.",
     )
-    parser.add_argument("paths", nargs="+", type=Path, metavar="FILE_OR_FOLDER", help="text to count")
+    parser.add_argument("paths", nargs="*", type=Path, metavar="FILE_OR_FOLDER", help="text to count")
+    parser.add_argument(
+        "--from-collection",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="count what a model wrote too: a folder made by `train-draft collect`; may be repeated",
+    )
     parser.add_argument(
         "--tokenizer", type=Path, required=True, metavar="FOLDER", help="folder with tokenizer.json"
     )
@@ -63,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
 
     from services.ngram.builder import build_table
 
+    if not args.paths and not args.from_collection:
+        raise SetupError("there is nothing to count: name files, folders or --from-collection")
     definition = args.tokenizer / "tokenizer.json"
     if not definition.is_file():
         raise SetupError(f"--tokenizer is {args.tokenizer}, and there is no file {definition}")
@@ -80,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
             max_bytes=args.max_bytes,
             min_count=args.min_count,
             suffixes=args.suffix,
+            collections=args.from_collection,
             progress=report,
         )
     except (ValueError, OSError) as error:

@@ -58,6 +58,8 @@ def _add_collect(parser: argparse.ArgumentParser) -> None:
         "--chat-share", type=float, default=0.15, help="made prompts that are chat requests (0.15)"
     )
     parser.add_argument("--greedy-share", type=float, default=0.5, help="prompts continued greedily (0.5)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the sampled ones (1)")
+    parser.add_argument("--top-k", type=int, default=50, help="of the sampled ones; 0 for all tokens (50)")
     parser.add_argument(
         "--max-prompt-tokens", type=positive, default=192, help="longer ones are left out (192)"
     )
@@ -117,6 +119,9 @@ def _collect(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if not 0.0 <= value <= 1.0:
             raise SetupError(f"--{name.replace('_', '-')} is {value} and must be from 0 to 1")
+    if not 0.0 < args.temperature <= 100.0 or args.top_k < 0:
+        text = f"--temperature is {args.temperature} and --top-k {args.top_k}"
+        raise SetupError(f"{text}; they must be above 0, at most 100, and at least 0")
     settings = _model_settings(args)
     try:
         codec = TextCodec.load(_folder(args.model))
@@ -135,10 +140,12 @@ def _collect(args: argparse.Namespace) -> int:
         )
 
     content = {"seed": args.seed, "greedy_share": args.greedy_share, "prompts": _digest(prompts)}
+    if (args.temperature, args.top_k) != (1.0, 50):
+        content |= {"temperature": args.temperature, "top_k": args.top_k}
     try:
         collect(
             loaded,
-            plan(prompts, args.greedy_share, args.seed),
+            plan(prompts, args.greedy_share, args.seed, args.temperature, args.top_k or None),
             args.out,
             content,
             batch_size=args.batch_size,

@@ -1,12 +1,13 @@
-"""Builds an n-gram table from text files: count, prune to the size asked for, fit, store.
+"""Builds an n-gram table from text: count, prune to the size asked for, fit, store.
 
 The same files, tokenizer and limits give the same bytes. It does not know the command line.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
@@ -72,9 +73,10 @@ def build_table(
     max_bytes: int | None = None,
     min_count: int = 1,
     suffixes: Sequence[str] = (),
+    collections: Sequence[Path] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> BuildSummary:
-    """Counts the n-grams of text files and writes the table.
+    """Counts the n-grams of text files and of what a model wrote, and writes the table.
 
     Args:
         paths: Files, and folders whose files are read.
@@ -85,6 +87,7 @@ def build_table(
             for no limit.
         min_count: N-grams of two or more tokens that occur less often are left out.
         suffixes: Ends of the names of files to take from folders; empty for any.
+        collections: Folders of `stagespec train-draft collect`, counted beside the files.
         progress: Told the bytes of text counted so far and in all.
 
     Raises:
@@ -112,12 +115,17 @@ def build_table(
 
     files = find_files(paths, suffixes)
     num_text_bytes = sum(file.stat().st_size for file in files)
-    counted = _count(files, num_text_bytes, tokenizer, order, progress)
+    stream = token_stream(files, tokenizer)
+    if collections:
+        from services.ngram.written import written_stream  # brings torch, which a stage must not
+
+        stream = chain(stream, *(written_stream(folder, vocabulary.hash) for folder in collections))
+    counted = _count(stream, num_text_bytes, order, progress)
     num_tokens = int(counted.counts[0].sum())
     if not len(counted.keys[-1]):
         text = f"{num_tokens} tokens" if num_tokens else "no text"
         raise CorpusError(
-            f"{', '.join(map(str, paths))} has {text}; "
+            f"{', '.join(map(str, [*paths, *collections]))} has {text}; "
             f"a table of order {order} needs a file of {order} tokens or more"
         )
     if num_tokens >= 1 << 32:
@@ -191,9 +199,8 @@ def _num_bytes(counted: NgramCounts, kept: Sequence[Mask], vocabulary_size: int)
 
 
 def _count(
-    files: Sequence[Path],
+    stream: Iterable[tuple[Counts, int]],
     num_text_bytes: int,
-    tokenizer: CorpusTokenizer,
     order: int,
     progress: Callable[[int, int], None] | None,
 ) -> NgramCounts:
@@ -206,11 +213,11 @@ def _count(
 
     def count_waiting() -> None:
         nonlocal carried, waiting, num_waiting
-        stream = np.concatenate([carried, *waiting])
-        runs.append(count_ngrams(stream, order, len(carried)))
+        joined = np.concatenate([carried, *waiting])
+        runs.append(count_ngrams(joined, order, len(carried)))
         while len(runs) > 1 and len(runs[-2]) <= 2 * len(runs[-1]):
             runs.append(add(runs.pop(), runs.pop()))
-        carried, waiting, num_waiting = stream[1 - order :], [], 0
+        carried, waiting, num_waiting = joined[1 - order :], [], 0
         num_ngrams = sum(map(len, runs))
         if num_ngrams > MAX_NGRAMS:
             raise CorpusError(
@@ -218,13 +225,13 @@ def _count(
                 f"tokens and the limit is {MAX_NGRAMS}; use less text or a lower order"
             )
 
-    for token_ids, size in token_stream(files, tokenizer):
+    for token_ids, size in stream:
         waiting.append(token_ids)
         num_waiting += len(token_ids)
         num_bytes += size
         if num_waiting >= CHUNK_TOKENS:
             count_waiting()
         if progress is not None:
-            progress(num_bytes, num_text_bytes)
+            progress(num_bytes, max(num_bytes, num_text_bytes))
     count_waiting()
     return reduce(add, reversed(runs))

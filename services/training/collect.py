@@ -15,13 +15,18 @@ PART = 64
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def sampled(seed: int) -> SamplingParams:
-    """Sampling at temperature 1 from the 50 likeliest tokens."""
-    return SamplingParams(temperature=1.0, top_k=50, seed=seed)
-
-
-def plan(prompts: Sequence[Sequence[int]], greedy_share: float, seed: int) -> list[Prompted]:
+def plan(
+    prompts: Sequence[Sequence[int]],
+    greedy_share: float,
+    seed: int,
+    temperature: float = 1.0,
+    top_k: int | None = 50,
+) -> list[Prompted]:
     """How each prompt is continued: a fixed share greedily, the others sampled with seeds of their own."""
+
+    def sampled(seed: int) -> SamplingParams:
+        return SamplingParams(temperature=temperature, top_k=top_k, seed=seed)
+
     planned = []
     for key, token_ids in enumerate(prompts):
         greedy = int((key + 1) * greedy_share) > int(key * greedy_share)

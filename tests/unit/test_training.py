@@ -185,3 +185,20 @@ def test_stubs_are_documented_functions(tmp_path):
     (tmp_path / "empty.py").write_text("")
     with pytest.raises(ValueError, match="no documented function"):
         read_stubs([tmp_path / "empty.py"])
+
+
+def test_a_table_of_what_was_written_is_that_of_its_tokens(collection):
+    from services.ngram.corpus import CorpusError
+    from services.ngram.counts import SEPARATOR
+    from services.ngram.written import written_stream
+
+    expected = []
+    for part in read_parts(collection):
+        begin = 0
+        for length in part.lengths.tolist():
+            expected += [SEPARATOR, *part.token_ids[begin : begin + length].tolist()]
+            begin += length
+    found = [token for ids, _ in written_stream(collection, "") for token in ids.tolist()]
+    assert found == expected
+    with pytest.raises(CorpusError, match="another tokenizer"):
+        next(written_stream(collection, "0123"))
