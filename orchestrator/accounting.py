@@ -98,7 +98,7 @@ class Account:
             ranks=self._ranks.to_proto([client.stage.name for client in clients]),
             decode_work=DecodeWork(
                 num_tokens=self._num_tokens - self._num_first,
-                num_steps=num_steps - 1,
+                num_steps=max(0, num_steps - 1),
                 stages=[
                     *(client.work.to_proto(client.stage.name) for client in clients),
                     session.verifier.work.to_proto(TARGET_ORIGIN),

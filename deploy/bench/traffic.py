@@ -2,7 +2,8 @@
 
 A pass reads its model's weights as served, embedding look-ups left out and a head counted once, and the cache
 of the context. It is put down to its session as a whole, so the figure is that of one session: in a batch,
-sessions share the reading of weights. An n-gram drafter has no passes and counts as 0.
+sessions share the reading of weights. Passes of a call that failed or came too late are not known, and not
+counted; tables say how many steps went on without a drafter. An n-gram drafter has no passes and counts as 0.
 """
 
 from collections.abc import Iterable, Mapping

@@ -47,7 +47,8 @@ def read_borrowed(target: str) -> Borrowed:
         names = [next(name for name, p in model.named_parameters() if p is table) for table in tables]
         found = {name: _read(target, name, model.base_model_prefix) for name in set(names)}
     except (OSError, ValueError, KeyError, StopIteration, SafetensorError) as error:
-        text = f"the embedding and head of target {target!r} cannot be read: {error}"
+        reason = str(error) or "they are not in its safetensors"
+        text = f"the embedding and head of target {target!r} cannot be read: {reason}"
         raise UnservableModelError(text) from error
     return Borrowed(*(found[name] for name in names))
 
