@@ -117,7 +117,7 @@ def build_table(
     num_text_bytes = sum(file.stat().st_size for file in files)
     stream = token_stream(files, tokenizer)
     if collections:
-        from services.ngram.written import written_stream  # brings torch, which a stage must not
+        from services.training.written import written_stream  # brings torch, which a stage must not
 
         stream = chain(stream, *(written_stream(folder, vocabulary.hash) for folder in collections))
     counted = _count(stream, num_text_bytes, order, progress)

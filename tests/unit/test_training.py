@@ -190,7 +190,7 @@ def test_stubs_are_documented_functions(tmp_path):
 def test_a_table_of_what_was_written_is_that_of_its_tokens(collection):
     from services.ngram.corpus import CorpusError
     from services.ngram.counts import SEPARATOR
-    from services.ngram.written import written_stream
+    from services.training.written import written_stream
 
     expected = []
     for part in read_parts(collection):
