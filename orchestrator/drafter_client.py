@@ -13,10 +13,10 @@ import grpc
 from orchestrator.counters import Counters
 from orchestrator.observations import ObservationBuffer
 from orchestrator.roles import Budget, Proposal
-from orchestrator.siblings import likeliest_children
 from orchestrator.stage import Stage
 from orchestrator.stream import Patience, Question, StageError, StageStream
 from orchestrator.work import Work
+from stagespec.siblings import likeliest_children
 from stagespec.tree import ROOT, DraftTree, most_probable, repair
 from stagespec.v1 import drafter_pb2
 from stagespec.v1.context_pb2 import ContextDelta

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from orchestrator.siblings import sibling_ranks
+from stagespec.siblings import sibling_ranks
 from stagespec.tree import ROOT, DraftTree
 from stagespec.v1.generation_pb2 import RankStats
 

@@ -4,6 +4,8 @@ It changes how large drafts grow, never a token. It does not know trees or where
 """
 
 import math
+from collections.abc import Iterable
+from itertools import islice
 
 MIN_PROBABILITY, MAX_PROBABILITY = 1e-6, 0.995
 SLOPE_LIMITS = (0.3, 2.0)
@@ -15,6 +17,9 @@ FIRST_SQUARES = 4.0
 
 MOST_SQUARES = 400.0
 """Where these sums stop, so that the steps never become too small to follow a new kind of text."""
+
+NUM_TAUGHT = 4
+"""Children of a place that are learnt from; the others hardly ever come true."""
 
 
 class Calibration:
@@ -71,6 +76,16 @@ class Calibration:
         self._offset_squares[rank] = squares
         offset -= LEARNING_RATE * by_offset / math.sqrt(squares)
         self._offsets[rank] = min(max(offset, OFFSET_LIMITS[0]), OFFSET_LIMITS[1])
+
+    def learn_place(self, children: Iterable[tuple[int, float]], drawn: int) -> None:
+        """Takes in which of one place's likeliest children came true, if any.
+
+        Args:
+            children: Tokens and the drafter's own estimates, the likeliest first.
+            drawn: The token that the target drew.
+        """
+        for rank, (token_id, log_prob) in enumerate(islice(children, NUM_TAUGHT)):
+            self.learn(log_prob, rank, token_id == drawn)
 
 
 _LOWEST, _HIGHEST = math.log(MIN_PROBABILITY), math.log(MAX_PROBABILITY)

@@ -7,7 +7,6 @@ import argparse
 import random
 import shlex
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from deploy.cli.arguments import positive
 from deploy.errors import SetupError
+from deploy.python_sources import STANDARD_LIBRARY, python_files
 from services.cache import cache_folder
 
 if TYPE_CHECKING:
     from orchestrator.text import TextCodec
     from services.causal_lm.settings import ModelSettings
-
-_SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3"})
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -264,12 +262,11 @@ def _reader(args: argparse.Namespace, codec: "TextCodec") -> "Callable[[], list[
 
 def _python_files(folders: Sequence[Path] | None) -> list[Path]:
     """Python files, those of tests left out, in a fixed order."""
-    found = []
-    for folder in folders or [Path(sysconfig.get_path("stdlib"))]:
+    found: list[Path] = []
+    for folder in folders or [STANDARD_LIBRARY]:
         if not folder.is_dir():
             raise SetupError(f"--python-sources names {folder}, which is no folder")
-        paths = sorted(folder.rglob("*.py"))
-        found += [p for p in paths if _SKIPPED_FOLDERS.isdisjoint(p.relative_to(folder).parts)]
+        found += python_files(folder)
     if not found:
         raise SetupError("the folders of --python-sources hold no Python files")
     return found

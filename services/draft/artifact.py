@@ -127,6 +127,17 @@ def borrowed_digest(embedding: Tensor, head: Tensor) -> str:
     return digest.hexdigest()
 
 
+def as_stored(artifact: DraftArtifact, weight_format: str) -> DraftArtifact:
+    """What is left of a draft that is written and read again."""
+    kept = {}
+    for name, tensor in artifact.tensors.items():
+        whole = tensor.detach().float().cpu()
+        found = _unpacked(_packed(name, whole, weight_format), name, tuple(whole.shape))
+        assert found is not None
+        kept[name] = found
+    return DraftArtifact(artifact.shape, artifact.token_ids, kept)
+
+
 def write_artifact(
     folder: Path, artifact: DraftArtifact, weight_format: str, report: Mapping[str, Any]
 ) -> None:

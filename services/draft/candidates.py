@@ -28,10 +28,6 @@ NUM_RANKED = 256
 """Tokens whose noise is looked at. The others almost never win and would cost most of the time."""
 
 
-NUM_TAUGHT = 4
-"""Children of a place that calibration learns from; the others hardly ever come true."""
-
-
 @dataclass(frozen=True, slots=True)
 class Candidates:
     """Children of one node, most likely first.
@@ -153,19 +149,6 @@ def calibrated(candidates: Candidates, calibration: Calibration) -> Candidates:
     """The same children with estimates that experience has corrected."""
     log_probs = (calibration.log_prob(p, rank) for rank, p in enumerate(candidates.log_probs))
     return replace(candidates, log_probs=tuple(log_probs))
-
-
-def teach(calibration: Calibration, candidates: Candidates, token_id: int) -> None:
-    """Tells a calibration which of a place's first children came true, if any.
-
-    Args:
-        calibration: It has seen none of this before.
-        candidates: What was expected, not calibrated.
-        token_id: What the target drew.
-    """
-    children = zip(candidates.token_ids[:NUM_TAUGHT], candidates.log_probs, strict=False)
-    for place, (child, log_prob) in enumerate(children):
-        calibration.learn(log_prob, place, child == token_id)
 
 
 def _places(token_ids: Ids | None, wanted: Iterable[int], num_scored: int) -> Ids:

@@ -30,8 +30,8 @@ class DraftDecoder(nn.Module):
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """The weights by the names of `DraftShape.tensor_shapes`."""
-        return {name: self[name].detach() for name, _ in self.shape.tensor_shapes(self.num_kept)}
+        """Copies of the weights, by the names of `DraftShape.tensor_shapes`."""
+        return {name: self[name].detach().clone() for name, _ in self.shape.tensor_shapes(self.num_kept)}
 
     @torch.no_grad()
     def set_tensors(self, tensors: Mapping[str, Tensor]) -> None:

@@ -20,7 +20,6 @@ from services.draft.candidates import (
     Place,
     calibrated,
     rank,
-    teach,
     update_trust,
 )
 from services.draft.features import Features
@@ -85,8 +84,8 @@ class DraftSession:
             return
         self._observed = task
         self.features.put(task.observations, len(self.context))
-        if task.observations and self.features.num_settled < self.rows.path_length:
-            self._drop(self.features.num_settled)
+        if task.observations and (settled := self.features.num_settled) < self.rows.path_length:
+            self._drop(settled)
 
     def _drop(self, num_rows: int) -> None:
         self.rows.truncate(num_rows)
@@ -228,7 +227,7 @@ class DraftEngine:
         session.observe(job.task)
         calibration = self._calibrations[job.task.sampling.temperature > 0.0]
         for candidates, token_id in session.news:
-            teach(calibration, candidates, token_id)
+            calibration.learn_place(zip(candidates.token_ids, candidates.log_probs, strict=True), token_id)
         session.news.clear()
 
     def _lay_out(self, job: DraftJob, share: Share) -> _Turn:

@@ -9,18 +9,8 @@ import torch
 from torch import Tensor
 
 from services.causal_lm.rows import Move
-from stagespec.v1.observation_pb2 import (
-    ELEMENT_TYPE_BFLOAT16,
-    ELEMENT_TYPE_FLOAT16,
-    ELEMENT_TYPE_FLOAT32,
-    Observation,
-)
-
-_DTYPES = {
-    ELEMENT_TYPE_FLOAT32: torch.float32,
-    ELEMENT_TYPE_FLOAT16: torch.float16,
-    ELEMENT_TYPE_BFLOAT16: torch.bfloat16,
-}
+from services.element_types import DTYPES
+from stagespec.v1.observation_pb2 import Observation
 
 
 class Features:
@@ -54,7 +44,7 @@ class Features:
             length: Tokens of the context; what lies beyond is left out.
         """
         for observation in observations if self._width else ():
-            dtype, count = _DTYPES.get(observation.element_type), observation.num_positions
+            dtype, count = DTYPES.get(observation.element_type), observation.num_positions
             first = observation.first_position
             if dtype is None or count < 1 or first < 0 or first + count > length:
                 continue
@@ -88,6 +78,9 @@ class Features:
     def computed(self, first: int, num_rows: int) -> None:
         """Notes that rows were added to the path with what is known now."""
         del self._with[first:]
+        if not self._width:  # there is nothing to look up
+            self._with += [True] * num_rows
+            return
         _, known = self.before(range(first, first + num_rows))
         self._with += [position == 0 or bool(k) for position, k in enumerate(known.tolist(), start=first)]
 

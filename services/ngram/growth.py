@@ -9,20 +9,18 @@ from collections import Counter
 
 import numpy as np
 
-from services.calibration import Calibration
+from services.calibration import NUM_TAUGHT, Calibration
 from services.engine import ProposeTask
 from services.ngram.katz import Floats
 from services.ngram.mixture import Candidates, Mixture
 from services.ngram.session import Drafted, NgramSession
 from stagespec.noise import gumbel
+from stagespec.siblings import likeliest_children
 from stagespec.tree import ROOT, DraftTree, most_probable
 from stagespec.v1.sampling_pb2 import SamplingParams
 
 MAX_CHILDREN = 16
 """Children considered for one node."""
-
-NUM_TAUGHT = 4
-"""Children of a place that calibration learns from; the others hardly ever come true."""
 
 MAX_PROBABILITY = 0.95
 """No estimate is surer than this: the model behind the counts is not the target."""
@@ -120,8 +118,7 @@ def learn(calibration: Calibration, session: NgramSession) -> None:
     for drawn in session.since(drafted.length):
         if node is None:
             break
-        for rank, (token_id, log_prob) in enumerate(drafted.guesses.get(node, ())):
-            calibration.learn(log_prob, rank, token_id == drawn)
+        calibration.learn_place(drafted.guesses.get(node, ()), drawn)
         node = children.get(node, {}).get(drawn)
 
 
@@ -155,16 +152,8 @@ def estimate(candidates: Candidates, sampling: SamplingParams, position: int) ->
 
 def _cut(hint: DraftTree, max_nodes: int, max_depth: int, max_children: int) -> DraftTree:
     """The hint within the budget; of too many siblings the likeliest are kept."""
-    if max_children and max(Counter(hint.parents).values(), default=0) > max_children:
-        kept, taken = {ROOT}, Counter[int]()
-        for node in sorted(range(len(hint)), key=lambda n: (-hint.log_probs[n], n)):
-            if taken[hint.parents[node]] < max_children:
-                kept.add(node)
-            taken[hint.parents[node]] += 1
-        for node, parent in enumerate(hint.parents):
-            if parent not in kept:
-                kept.discard(node)
-        hint = hint.select(sorted(kept - {ROOT}))
+    if max_children:
+        hint = likeliest_children(hint, max_children)
     if len(hint) > max_nodes or any(depth >= max_depth for depth in hint.depths):
         hint = hint.select([node for node, depth in enumerate(hint.depths) if depth < max_depth])
         hint = hint.select(most_probable(hint, max_nodes))

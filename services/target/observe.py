@@ -5,20 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stagespec.v1.observation_pb2 import (
-    ELEMENT_TYPE_BFLOAT16,
-    ELEMENT_TYPE_FLOAT16,
-    ELEMENT_TYPE_FLOAT32,
-    Candidates,
-    ElementType,
-    Observation,
-)
+from services.element_types import DTYPES
+from stagespec.v1.observation_pb2 import Candidates, ElementType, Observation
 
-DTYPES = {
-    ELEMENT_TYPE_FLOAT32: torch.float32,
-    ELEMENT_TYPE_FLOAT16: torch.float16,
-    ELEMENT_TYPE_BFLOAT16: torch.bfloat16,
-}
 MAX_CHUNK_BYTES = 1024 * 1024
 
 

@@ -21,7 +21,7 @@ from services.draft.artifact import (
     KINDS,
     STORED_FORMATS,
     DraftArtifact,
-    read_artifact,
+    as_stored,
     write_artifact,
 )
 from services.draft.decoder import DraftDecoder
@@ -145,6 +145,9 @@ def fit(
     curve = _train(student, taught, held_out, settings, checkpoint, fingerprint, device, report)
 
     shape, token_ids = student.decoder.shape, student.token_ids
+    artifact = DraftArtifact(shape, token_ids.cpu(), student.decoder.tensors())
+    # The figures to go by are those of what will be on disk.
+    student.decoder.set_tensors(as_stored(artifact, weight_format).tensors)
     figures = _evaluate(student, held_out, settings, device)
     manifest = {
         "command": command,
@@ -152,13 +155,9 @@ def fit(
         "collection": described,
         "tokens_seen": num_tokens * settings.num_epochs,
         "curve": curve,
+        "held_out": figures,
     }
-    artifact = DraftArtifact(shape, token_ids.cpu(), student.decoder.tensors())
-    write_artifact(out, artifact, weight_format, manifest | {"held_out": figures})
-    # The figures to go by are those of what is on disk.
-    student.decoder.set_tensors(read_artifact(out).tensors)
-    figures = _evaluate(student, held_out, settings, device)
-    write_artifact(out, artifact, weight_format, manifest | {"held_out": figures})
+    write_artifact(out, artifact, weight_format, manifest)
     checkpoint.unlink(missing_ok=True)
     return figures
 

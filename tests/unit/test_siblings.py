@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.ranks import LAST_DEPTH, LAST_RANK, RankAccount
-from orchestrator.siblings import likeliest_children, sibling_ranks
+from stagespec.siblings import likeliest_children, sibling_ranks
 from stagespec.tree import ROOT, DraftTree
 
 
